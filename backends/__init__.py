@@ -1,0 +1,25 @@
+"""Every backend. A new one is one module here and one name in the union."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from backends.base import Backend, Launch, Resources, split_batch
+from backends.ddp import DDP
+from backends.deepspeed import DeepSpeed
+from backends.fsdp import FSDP
+from backends.local import Local
+
+AnyBackend = Annotated[Local | DDP | FSDP | DeepSpeed, Field(discriminator="kind")]
+
+__all__ = [
+    "DDP",
+    "FSDP",
+    "AnyBackend",
+    "Backend",
+    "DeepSpeed",
+    "Launch",
+    "Local",
+    "Resources",
+    "split_batch",
+]

@@ -1,0 +1,108 @@
+"""Run descriptions: the strict base model, and how a YAML recipe becomes one."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+C = TypeVar("C", bound="Config")
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+class Config(BaseModel):
+    """An immutable, strict value: unknown keys are errors and instances are hashable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ConfigError(ValueError):
+    """A recipe or an override that cannot be used: one line per fault, each with its place."""
+
+
+def load(schema: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
+    """Read ``path`` as ``schema``; each override is ``dotted.key=yaml-value``.
+
+    Setting a ``kind`` to another value replaces its whole section, because the options of the
+    old alternative mean nothing to the new one. Raises :class:`ConfigError`.
+    """
+    data = _read(path)
+    for override in overrides:
+        _apply(data, override)
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_lines(error, path))) from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys without a word; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.stem, [p.stem for p in RECIPES.glob("*.yaml")], 3)
+        hint = f"; did you mean {', '.join(str(RECIPES / f'{n}.yaml') for n in near)}?"
+        raise ConfigError(f"{path}: no such recipe{hint if near else ''}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a recipe ({error})") from None
+    try:
+        data = yaml.load(text, Loader=_UniqueKeys)  # a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(f"{place}: not YAML ({getattr(error, 'problem', error)})") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of keys, not a {type(data).__name__}")
+    return data
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"{override!r}: an override is written dotted.key=value")
+    try:
+        value = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{override!r}: the value is not YAML ({error})") from None
+    *parents, leaf = key.split(".")
+    node = data
+    for depth, parent in enumerate(parents, 1):
+        child = node.get(parent)
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{override!r}: {'.'.join(parents[:depth])} has no keys under it")
+        node = child
+    if leaf == "kind" and node.get("kind", value) != value:
+        node.clear()
+    node[leaf] = value
+
+
+def _lines(error: ValidationError, path: Path) -> list[str]:
+    return [f"{path}: {_line(fault)}" for fault in error.errors(include_url=False)]
+
+
+def _line(fault: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in fault["loc"]) or "recipe"
+    if fault["type"] == "extra_forbidden":
+        return f"{place}: unknown key, nothing reads it"
+    if fault["type"] == "missing":
+        return f"{place}: missing, and it has no default"
+    return f"{place}: {fault['msg']} (got {fault['input']!r})"

@@ -1,0 +1,1 @@
+"""Flows: the only code that knows Prefect, and the only code that composes stages."""

@@ -1,0 +1,115 @@
+"""The command line of every flow."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from configs import RECIPES, ConfigError, load
+from flows import runs
+from flows.failures import StageFailed
+from flows.run_stage import plan, run_stage
+from flows.steps import Artifact, Runner, Step
+
+Body = Callable[[Any, Runner], list[Artifact]]
+CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
+
+
+def main(
+    name: str, schema: type[Any], body: Body, *, description: str | None, argv: Any = None
+) -> int:
+    """Parse, run, and return an exit code: 0 only when every stage is done."""
+    options = _parser(name, description).parse_args(argv)
+    recipe, overrides = _recipe(options.recipe)
+    try:
+        config = load(schema, recipe, overrides)
+        if options.plan:
+            return show_plan(config, body)
+        say(f"{config.name}: {name}, recipe {recipe}")
+        return _run(config, body, name=name, engine=options.engine)
+    except (ConfigError, StageFailed) as error:
+        print(error, file=sys.stderr)
+        return CONFIG_EXIT if isinstance(error, ConfigError) else FAILED_EXIT
+    except OSError as error:
+        print(f"{error.filename or 'store'}: {error.strerror or error}", file=sys.stderr)
+        return FAILED_EXIT
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from what is complete", file=sys.stderr)
+        return INTERRUPTED_EXIT
+
+
+def say(text: str) -> None:
+    """One line for the person at the terminal, at once."""
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    parser = argparse.ArgumentParser(
+        prog=f"python -m flows.{name.replace('-', '_')}",
+        description=description,
+        epilog=f"Recipes that come with the project ({RECIPES}): {known}.",
+    )
+    parser.add_argument(
+        "recipe",
+        nargs="*",
+        metavar="RECIPE.yaml | key=value",
+        help="a recipe (default: tiny.yaml), then overrides such as dpo.config.beta=0.2",
+    )
+    parser.add_argument("--plan", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument(
+        "--engine",
+        choices=("prefect", "inline"),
+        default="prefect",
+        help="prefect: a flow run with history (default); inline: the same without Prefect",
+    )
+    return parser
+
+
+def _recipe(words: list[str]) -> tuple[Path, list[str]]:
+    """A first word without ``=`` is a recipe: a path, or the name of one that comes with us."""
+    if not words or "=" in words[0]:
+        return RECIPES / "tiny.yaml", words
+    first, rest = Path(words[0]), words[1:]
+    ours = RECIPES / first.with_suffix(".yaml").name
+    return (ours if not first.exists() and ours.exists() else first), rest
+
+
+def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
+    started = time.time()
+
+    def execute(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
+        planned = plan(stage, step, config.store, label=label, inputs=inputs)
+        backend = f"{step.backend.kind} x{step.resources.world_size}"
+        if not planned.finished:
+            say(f"{label}: {'resuming' if planned.checkpoint else 'running'} ({backend})")
+        artifact = run_stage(planned, say=say)
+        took = f" in {artifact.seconds:.1f} s" if artifact.status != "reused" else ""
+        say(f"{label}: {artifact.status}{took}")
+        runs.link(config, artifact)
+        return artifact
+
+    runs.begin(config)
+    if engine == "inline":
+        artifacts = body(config, execute)
+    else:
+        from flows import prefect_engine
+
+        artifacts = prefect_engine.run(name, body, config, execute, say=say)
+    report = runs.finish(config, artifacts)
+    print(f"\n{report.text}\n\nreport: {report.path}  ({time.time() - started:.0f} s in all)")
+    return 0
+
+
+def show_plan(config: Any, body: Body) -> int:
+    """Print what a run would do with each stage. Nothing is written."""
+
+    def preview(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
+        planned = plan(stage, step, config.store, label=label, inputs=inputs)
+        print("\n".join(runs.plan_lines(planned)))
+        return Artifact(label, stage, planned.out, planned.identity.fingerprint, "planned")
+
+    body(config, preview)
+    return 0

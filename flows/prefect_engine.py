@@ -1,0 +1,227 @@
+"""Carry out a pipeline as a Prefect flow run: its body is the flow, each stage a task.
+
+Prefect is imported inside the functions: that takes a second or two, which ``--engine inline``
+need not pay and which passes here while the server starts.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from flows.prefect_server import Api, PrefectError, starting
+
+if TYPE_CHECKING:
+    from prefect.flows import Flow
+    from prefect.states import State
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+STATE_NAMES = {"ran": "Completed", "reused": "Reused", "resumed": "Resumed"}
+"""What the state of a finished stage is called, by its artifact's ``status``."""
+
+FLUSH_SECONDS = 5.0
+
+
+class Runner(Protocol):
+    """Executes one stage and returns its artifact, which has a ``status`` of STATE_NAMES."""
+
+    def __call__(self, stage_name: str, step: Any, /, *, label: str, **inputs: Any) -> Any: ...
+
+
+def run_flow(
+    body: Callable[[C, Runner], T],
+    config: C,
+    run: Runner,
+    *,
+    name: str,
+    run_name: str,
+    say: Callable[[str], None],
+) -> T:
+    """``body(config, run)``, recorded as the run ``run_name`` of the Prefect flow ``name``.
+
+    ``say`` shows one line to the user. What the body raises is raised unchanged, after Prefect has
+    recorded it. Raises :class:`PrefectError` when the run cannot be recorded from its start; a
+    server that is lost later costs the record and never the run.
+    """
+    with starting(say) as ready:
+        os.environ.setdefault("DO_NOT_TRACK", "1")  # no first-use notice, no calls home
+        import prefect.main  # noqa: F401  # sets up logging too; the server starts meanwhile
+        from prefect.settings import temporary_settings
+
+        _leave_the_terminal_alone()
+        api = ready()
+        outcome, recording = Outcome[T](), Outcome[None]()
+        flow = _as_flow(body, run, outcome, api=api, name=name, run_name=run_name, say=say)
+        with temporary_settings(_client_settings(api)):
+            with recording:
+                flow(config, return_state=True)
+            _flush()
+    if recording.error and not outcome.ended:
+        if not isinstance(recording.error, Exception):
+            raise recording.error
+        raise PrefectError(
+            f"Prefect at {api.url} did not accept the run ({_first_line(recording.error)}); "
+            "--engine inline runs without Prefect"
+        ) from recording.error
+    if recording.error:
+        say(
+            f"warning: Prefect at {api.url} has lost track of this run "
+            f"({_first_line(recording.error)}); its outputs are as they should be"
+        )
+    return outcome.result()
+
+
+def as_task(run: Runner) -> Runner:
+    """``run`` with each call recorded as a task run of the flow run around it.
+
+    The task ends in the state that the artifact's status names, or fails with the first line of
+    the error as its message; the caller gets the artifact or the error itself. Artifacts given as
+    inputs become the edges of the graph in the UI.
+    """
+    from prefect.cache_policies import NO_CACHE
+    from prefect.tasks import Task
+
+    def run_as_task(stage_name: str, step: Any, /, *, label: str, **inputs: Any) -> Any:
+        outcome = Outcome[Any]()
+
+        def stage(**inputs: Any) -> "State[Any]":
+            with outcome:
+                outcome.value = run(stage_name, step, label=label, **inputs)
+            return outcome.state()
+
+        task = Task(
+            stage,
+            name=stage_name,
+            task_run_name=lambda: label,  # a plain string would be a template
+            cache_policy=NO_CACHE,  # the manifest in the store is the only cache
+            persist_result=False,
+            retries=0,
+        )
+        task(**inputs, return_state=True)
+        return outcome.result()
+
+    return run_as_task
+
+
+class Outcome(Generic[T]):
+    """What a block of work gave or raised, kept where Prefect does not reach it.
+
+    Prefect would log every exception with its traceback and store its ``repr``. So the block
+    around the work holds the error back, Prefect is told a state, and `result` raises the error
+    where its caller expects it.
+    """
+
+    value: T | None = None
+    error: BaseException | None = None
+    ended: bool = False
+
+    def __enter__(self) -> "Outcome[T]":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.error, self.ended = error, True
+        return isinstance(error, (Exception, KeyboardInterrupt))
+
+    def result(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self.value  # pyright: ignore[reportReturnType]  # set unless there is an error
+
+    def state(self) -> "State[Any]":
+        """The terminal state that tells Prefect of this outcome."""
+        from prefect.logging import get_run_logger
+        from prefect.states import Cancelled, Completed, Failed
+
+        if isinstance(self.error, KeyboardInterrupt):
+            return Cancelled(message="stopped by Ctrl-C")
+        if self.error is not None:
+            get_run_logger().error("%s", self.error, exc_info=self.error)
+            return Failed(message=_first_line(self.error))
+        status = getattr(self.value, "status", "ran")
+        return Completed(name=STATE_NAMES[status], data=self.value)
+
+
+def _as_flow(
+    body: Callable[[C, Runner], T],
+    run: Runner,
+    outcome: Outcome[T],
+    *,
+    api: Api,
+    name: str,
+    run_name: str,
+    say: Callable[[str], None],
+) -> "Flow[Any, Any]":
+    from prefect.flows import Flow
+    from prefect.runtime import flow_run
+    from prefect.utilities.urls import url_for
+
+    def noted(stage_name: str, step: Any, /, *, label: str, **inputs: Any) -> Any:
+        api.note("task", flow_run.id)
+        return run(stage_name, step, label=label, **inputs)
+
+    def pipeline(config: Any) -> "State[Any]":
+        api.note("run", flow_run.id)
+        if not api.temporary:
+            say(f"Prefect run: {url_for('flow-run', obj_id=flow_run.id)}")
+        with outcome:
+            outcome.value = body(config, as_task(noted))
+        return outcome.state()
+
+    return Flow(
+        pipeline,
+        name=name,
+        flow_run_name=lambda: run_name,
+        validate_parameters=False,  # a config is valid since it was made
+        persist_result=False,
+        retries=0,
+    )
+
+
+def _client_settings(api: Api) -> dict[Any, Any]:
+    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
+
+    if not api.temporary:
+        return {PREFECT_API_URL: api.url}
+    # The temporary server sees us end; a heartbeat would tell it nothing and cost a second.
+    return {PREFECT_API_URL: api.url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+
+
+def _flush() -> None:
+    """Send what Prefect still holds, for a bounded time and before the server may end."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    EventsWorker.drain_all(timeout=FLUSH_SECONDS)
+    APILogWorker.drain_all(timeout=FLUSH_SECONDS)
+
+
+def _leave_the_terminal_alone() -> None:
+    """Prefect's log goes to its server; the terminal shows it where PREFECT_LOGGING_LEVEL is set."""
+    from prefect.settings import get_current_settings
+
+    if "level" in get_current_settings().logging.model_fields_set:
+        return
+    logging.raiseExceptions = False  # or each line that a lost server misses is complained of
+    for name in (None, "prefect._internal"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_is_not_prefect)
+
+
+def _is_not_prefect(record: logging.LogRecord) -> bool:
+    import prefect
+
+    said_in = Path(record.pathname)
+    return not (record.name.startswith("prefect") or said_in.is_relative_to(prefect.__path__[0]))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

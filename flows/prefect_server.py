@@ -1,0 +1,103 @@
+"""A Prefect API for the time of one run: the configured server's, else a temporary one's."""
+
+import json
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+START_SECONDS = 180.0
+"""A temporary server takes 4 s to start, 15 s with a new database, more on a busy machine."""
+
+END_SECONDS = 20.0
+
+
+class PrefectError(ValueError):
+    """Prefect cannot record the run; the text says why and how to run without it."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """An API that answers."""
+
+    url: str
+    temporary: bool
+    lifeline: IO[str]
+
+    def note(self, kind: str, run: str) -> None:
+        """Tell the temporary server of a flow ``run``, or of a ``task`` of that run.
+
+        It needs to know in order to close the history of a run that was killed.
+        """
+        if self.temporary:
+            with suppress(BrokenPipeError):
+                self.lifeline.write(f"{kind} {run}\n")
+                self.lifeline.flush()
+
+
+@contextmanager
+def starting(say: Callable[[str], None]) -> Iterator[Callable[[], Api]]:
+    """Start looking for an API; the value, when called, waits until one answers.
+
+    In between the caller can import Prefect, which takes as long as the server's own import. The
+    temporary server has a session of its own, so that Ctrl-C reaches the run and not its
+    recorder, and it ends when our end of the pipe closes: after the block, or when we are killed.
+    """
+    early = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    command = (sys.executable, "-P", str(Path(__file__).with_name("temporary_server.py")))
+    with early, subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=early,
+        text=True,
+        start_new_session=True,
+    ) as server:
+        try:
+            yield lambda: _wait(server, early, say)
+        finally:
+            _end(server)
+
+
+def _wait(server: subprocess.Popen[str], early: IO[str], say: Callable[[str], None]) -> Api:
+    assert server.stdin and server.stdout
+    log = early
+    deadline = time.monotonic() + START_SECONDS
+    while select.select([server.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        line = server.stdout.readline()
+        if not line:
+            raise PrefectError(_failed("did not start", log))
+        facts = json.loads(line)
+        if "url" in facts:
+            return Api(facts["url"], facts["temporary"], server.stdin)
+        if "say" in facts:
+            say(facts["say"])
+        log = facts.get("log", log)
+    raise PrefectError(_failed(f"did not start within {START_SECONDS:.0f} s", log))
+
+
+def _failed(what: str, log: IO[str] | str) -> str:
+    if isinstance(log, str):
+        text, place = Path(log).read_text(encoding="utf-8", errors="replace"), f" (all of it: {log})"
+    else:
+        log.seek(0)
+        text, place = log.read(), ""
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
+    return f"Prefect's temporary server {what}: {last}{place}; --engine inline runs without Prefect"
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    assert server.stdin
+    try:
+        with suppress(BrokenPipeError):
+            server.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(END_SECONDS)
+    finally:
+        server.kill()

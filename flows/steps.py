@@ -1,0 +1,57 @@
+"""One stage of a run as a value: what to compute, on what, and what came of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from pydantic import Field, PositiveInt
+
+from backends import AnyBackend, Local, Resources
+from backends.placement import AnyPlacement, ThisMachine
+from configs import Config
+
+C = TypeVar("C", bound=Config)
+Status = Literal["reused", "ran", "resumed", "planned"]
+
+
+class Step(Config, Generic[C]):
+    """One stage of a run. ``config`` decides the output; everything else only how it is made."""
+
+    config: C
+    """What to compute."""
+
+    backend: AnyBackend = Local()
+    """How the ranks share the work."""
+
+    resources: Resources = Resources()
+    """What the stage runs on."""
+
+    placement: AnyPlacement = ThisMachine()
+    """Where it runs."""
+
+    save_every: PositiveInt = 100
+    """Optimizer steps between checkpoints."""
+
+    keep_checkpoints: PositiveInt = Field(default=2, ge=2)
+    """Newest checkpoints kept; at least two, so that one is whole while another is written."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A stage's output directory, and how this run came by it."""
+
+    label: str
+    stage: str
+    path: Path
+    fingerprint: str
+    status: Status
+    seconds: float = 0.0
+    """Wall time of this run's part; 0 when reused."""
+
+
+class Runner(Protocol):
+    """What a flow calls for each of its stages."""
+
+    def __call__(
+        self, stage: str, step: Step[Any], *, label: str, **inputs: Artifact
+    ) -> Artifact: ...

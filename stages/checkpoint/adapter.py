@@ -1,0 +1,213 @@
+"""A LoRA adapter: what it changes, by how much, and whether it can be merged."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.base import StageError
+from stages.checkpoint.json_files import read_json
+from stages.checkpoint.names import LowRank, Meaning, Plain, Saved, Unknown, meaning
+from stages.checkpoint.readers import open_weights
+from stages.checkpoint.weights import Weights
+
+_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Those that leave the base weights alone. PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ do not."""
+
+_VARIANTS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "velora_config",
+)
+"""Settings under which the adapted layer is not ``W + s B A``."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The change of one parameter; every field but the last two names a tensor of the adapter."""
+
+    a: str | None = None
+    b: str | None = None
+    magnitude: str | None = None
+    """DoRA's length of each output's weights."""
+
+    bias: str | None = None
+    """Added to a bias, scaled like the product."""
+
+    scaling: float = 1.0
+    embedding: bool = False
+    """Whether the parameter is an embedding, which is stored (inputs, outputs)."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter ready to be merged."""
+
+    config: Mapping[str, Any]
+    updates: Mapping[str, Update]
+    """Parameter of the bare model -> its low-rank change."""
+
+    replaced: Mapping[str, str]
+    """Parameter -> the tensor that was trained whole in its place."""
+
+    frozen: Mapping[str, str]
+    """Parameter -> the base's own tensor, where the checkpoint holds those too."""
+
+    weights: Weights
+
+
+def read_adapter(path: Path) -> Adapter:
+    """The adapter in ``path``: PEFT's own files, or a PEFT model in DCP or ZeRO shards.
+
+    Raises :class:`StageError` for a kind of adapter that is not ``W + s B A`` (with DoRA's
+    magnitude or without), or that was trained on weights other than the base's own.
+    """
+    config = read_json(path / "adapter_config.json")
+    _refuse(path / "adapter_config.json", config)
+    weights = open_weights(path)
+    meanings = {name: meaning(name) for name in weights.specs}
+    low_rank = {n: m for n, m in meanings.items() if isinstance(m, LowRank)}
+    if not low_rank:
+        raise StageError(f"{path}: holds no lora_A and lora_B tensors")
+    chosen = _chosen(path, meanings.values())
+    state_dict_form = chosen is not None
+    plain = {m.parameter: n for n, m in meanings.items() if isinstance(m, Plain)}
+    saved = {
+        m.parameter: n for n, m in meanings.items() if isinstance(m, Saved) and m.adapter == chosen
+    }
+    trained = _trained_biases(config, plain) if state_dict_form else plain
+    return Adapter(
+        config=config,
+        updates=_updates(path, config, low_rank, chosen, weights),
+        replaced={**trained, **saved},
+        frozen=plain if state_dict_form else {},
+        weights=weights,
+    )
+
+
+def peft_weights(adapter: Adapter) -> Weights:
+    """The adapter's tensors under the names of PEFT's ``adapter_model.safetensors``."""
+    names = {}
+    for parameter, update in adapter.updates.items():
+        module = f"base_model.model.{parameter.rpartition('.')[0]}"
+        kind, leaf = ("lora_embedding_", "") if update.embedding else ("lora_", ".weight")
+        names |= {f"{module}.{kind}A{leaf}": update.a, f"{module}.{kind}B{leaf}": update.b}
+        names[f"{module}.lora_magnitude_vector"] = update.magnitude
+        names[f"{module}.lora_B.bias"] = update.bias
+    for parameter, name in adapter.replaced.items():
+        module, _, leaf = parameter.rpartition(".")
+        inner = "base_layer." if f"{module}.weight" in adapter.updates else ""
+        names[f"base_model.model.{module}.{inner}{leaf}"] = name
+    return adapter.weights.renamed({new: old for new, old in names.items() if old})
+
+
+def _refuse(file: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise StageError(
+            f"{file}: peft_type {config.get('peft_type')!r} cannot be merged, only LORA"
+        )
+    if variants := [name for name in _VARIANTS if config.get(name)]:
+        raise StageError(f"{file}: adapters with {', '.join(variants)} cannot be merged")
+    start = config.get("init_lora_weights", True)
+    if start not in _INITIALISATIONS:
+        raise StageError(
+            f"{file}: init_lora_weights {start!r} changes the base weights before training, so "
+            "that merging into the original ones would be wrong"
+        )
+    if not config.get("lora_alpha"):
+        raise StageError(
+            f"{file}: lora_alpha is {config.get('lora_alpha')!r}, which drops the adapter"
+        )
+
+
+def _chosen(path: Path, meanings: Iterable[Meaning]) -> str | None:
+    """The adapter's name in a state dict; ``None`` in PEFT's own form, which leaves it out."""
+    named: set[str | None] = set()
+    for m in meanings:
+        if isinstance(m, Unknown):
+            raise StageError(f"{path}: {m.name} belongs to a kind of adapter that cannot be merged")
+        if isinstance(m, LowRank):
+            named.add(m.adapter)
+    if len(named) == 1:
+        return named.pop()
+    if "default" in named:
+        return "default"
+    raise StageError(f"{path}: holds {len(named)} adapters ({named}) and none is called 'default'")
+
+
+def _trained_biases(config: Mapping[str, Any], plain: Mapping[str, str]) -> dict[str, str]:
+    if config.get("bias", "none") == "none":
+        return {}
+    return {parameter: name for parameter, name in plain.items() if parameter.endswith(".bias")}
+
+
+def _updates(
+    path: Path,
+    config: Mapping[str, Any],
+    low_rank: Mapping[str, LowRank],
+    chosen: str | None,
+    weights: Weights,
+) -> dict[str, Update]:
+    parts: dict[str, dict[str, Any]] = {}
+    for name, part in low_rank.items():
+        if part.adapter == chosen:
+            role = part.role.lower()
+            parts.setdefault(part.parameter, {})[role] = name
+            if part.embedding:
+                parts[part.parameter]["embedding"] = True
+    for parameter, fields in parts.items():
+        module, _, leaf = parameter.rpartition(".")
+        a = parts.get(f"{module}.weight", {}).get("a")
+        if a is None or (leaf == "weight" and "b" not in fields):
+            raise StageError(f"{path}: {module} has one of lora_A and lora_B, and not the other")
+        rank = weights.specs[a].shape[0] if weights.specs[a].shape else 0
+        fields["scaling"] = _scaling(config, module, rank)
+    return {parameter: Update(**fields) for parameter, fields in parts.items()}
+
+
+def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv:2312.03732); alpha may differ by module."""
+    alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    if not rank:
+        return 0.0  # an empty tensor, which `faults` reports
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
+    """As ``peft.utils.get_pattern_key``: the first key that matches the end of the name."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return otherwise
+
+
+def faults(adapter: Adapter) -> tuple[str, ...]:
+    """What is wrong with the adapter's own tensors, one line each."""
+    import torch
+
+    lines = []
+    trained = {n for update in adapter.updates.values() for n in _tensors(update)}
+    for name in sorted(trained | set(adapter.replaced.values())):
+        spec = adapter.weights.specs[name]
+        if not spec.numel:
+            lines.append(f"{name}: empty, of shape {spec.shape}; the shards were not gathered")
+        elif not torch.isfinite(adapter.weights.read(name)).all():
+            lines.append(f"{name}: holds values that are not finite")
+    for parameter, update in adapter.updates.items():
+        if update.a and update.b:
+            a, b = adapter.weights.specs[update.a].shape, adapter.weights.specs[update.b].shape
+            if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+                lines.append(f"{parameter}: lora_A {a} and lora_B {b} do not multiply")
+    return tuple(lines)
+
+
+def _tensors(update: Update) -> list[str]:
+    return [name for name in (update.a, update.b, update.magnitude, update.bias) if name]

@@ -1,0 +1,62 @@
+"""What tensors a model must have, told by building it from its config without memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.base import StageError
+from stages.checkpoint.json_files import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The names and shapes that a checkpoint of this model may have."""
+
+    forms: tuple[Shapes, ...]
+    """One mapping for each form that transformers loads: its own names, and where a family is
+    saved under other names (mixtures of experts, whose experts are stacked on load) also those."""
+
+    aliases: Mapping[str, str]
+    """Tied parameter -> the one it shares its values with; only the latter is written."""
+
+    vocabulary_rows: int
+
+    def nearest(self, names: Mapping[str, object]) -> Shapes:
+        """The form that shares most names with a checkpoint."""
+        return min(self.forms, key=lambda form: len(form.keys() ^ names.keys()))
+
+
+def architecture(path: Path) -> Architecture:
+    """What ``path/config.json`` describes. Raises :class:`StageError` for an unusable config."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    read_json(path / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise StageError(f"{path / 'config.json'}: no causal model can be built: {first}") from None
+    aliases = dict(model.all_tied_weights_keys)
+    state = {name: t for name, t in model.state_dict().items() if name not in aliases}
+    saved = revert_weight_conversion(model, dict(state))
+    return Architecture(
+        forms=(_shapes(state),)
+        if saved.keys() == state.keys()
+        else (_shapes(state), _shapes(saved)),
+        aliases=aliases,
+        vocabulary_rows=model.get_input_embeddings().weight.shape[0],
+    )
+
+
+def _shapes(state: "Mapping[str, Tensor]") -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -1,0 +1,118 @@
+"""Reads the distributed checkpoint that accelerate writes for a sharded FSDP model."""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.base import StageError
+from stages.checkpoint.weights import Spec, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.checkpoint.metadata import Metadata
+
+FOLDER = "pytorch_model_fsdp_0"
+
+_GLOBALS = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+"""All that a ``.metadata`` pickle of torch 2.13 names; data types are admitted beside it."""
+
+
+def read_dcp(path: Path) -> Weights:
+    """The model in ``path/pytorch_model_fsdp_0``, each tensor put together when it is read.
+
+    No process group is needed, and nothing is written: a read takes the memory of one tensor and
+    its shards. Raises :class:`StageError` for a save that was cut off.
+    """
+    folder = path / FOLDER
+    metadata = read_metadata(folder)
+    keys = _model_keys(folder, metadata)
+    specs = {name: _spec(metadata.state_dict_metadata[key]) for name, key in keys.items()}
+    reader = _reader(folder, metadata)
+    return Weights(specs, lambda name: _read(folder, reader, keys[name], specs[name]))
+
+
+def read_metadata(folder: Path) -> "Metadata":
+    """The ``.metadata`` of a DCP directory, unpickled without running anything it names."""
+    try:
+        with (folder / ".metadata").open("rb") as stream:
+            return _Restricted(stream).load()
+    except FileNotFoundError:
+        raise StageError(
+            f"{folder}/.metadata: missing; it is written last, so this save was cut off"
+        ) from None
+    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise StageError(f"{folder}/.metadata: cannot be read ({error})") from None
+
+
+class _Restricted(pickle.Unpickler):
+    """See "Restricting Globals" in the documentation of :mod:`pickle`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in _GLOBALS.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _model_keys(folder: Path, metadata: "Metadata") -> dict[str, str]:
+    """Parameter name -> key; accelerate saves ``{"model": state_dict}``, and DCP flattens that."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    keys = {
+        ".".join(map(str, paths[key][1:])): key
+        for key, kept in metadata.state_dict_metadata.items()
+        if isinstance(kept, TensorStorageMetadata) and paths.get(key, ("",))[0] == "model"
+    }
+    if not keys:
+        raise StageError(f"{folder}: holds no tensors under the key 'model'")
+    return keys
+
+
+def _spec(kept: Any) -> Spec:
+    return Spec(tuple(kept.size), str(kept.properties.dtype).removeprefix("torch."))
+
+
+def _reader(folder: Path, metadata: "Metadata") -> Any:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class Reader(FileSystemReader):
+        """Serves the metadata that was read once, and safely, to every tensor's read."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> "Metadata":
+            return metadata
+
+    return Reader(folder)
+
+
+def _read(folder: Path, reader: Any, key: str, spec: Spec) -> "Tensor":
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    try:
+        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise StageError(f"{folder}: {key} cannot be read ({reason!r})") from None
+    return tensor

@@ -1,0 +1,153 @@
+"""What is wrong with a checkpoint folder, one line for each fault."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from stages.base import StageError
+from stages.checkpoint import adapter
+from stages.checkpoint.architecture import Architecture, architecture
+from stages.checkpoint.conversation import end_of_turn, load_tokenizer, special_ids, stop_ids
+from stages.checkpoint.headers import INDEX, Entry, read_header, shard_files, weight_map
+from stages.checkpoint.json_files import read_json
+from stages.checkpoint.layouts import is_adapter, layout
+from stages.checkpoint.readers import open_weights
+
+
+def validate(path: Path, dtype: str | None = None) -> tuple[str, ...]:
+    """The faults of the checkpoint in ``path``; none means that the next stage can have it.
+
+    A whole model in safetensors is checked to the last value and then loaded with plain
+    ``from_pretrained``, which takes the memory of the model; ``dtype`` is what every
+    floating-point tensor and the config should be in. An adapter's tensors are checked by
+    themselves. Other layouts are for :func:`stages.convert.convert`, and are a fault here.
+    """
+    try:
+        kind = layout(path)
+        if kind == "adapter":
+            return adapter.faults(adapter.read_adapter(path))
+        if kind != "safetensors":
+            return (f"{path}: weights lie there as {kind}, convert them to safetensors first",)
+        return _whole_model(path, dtype)
+    except StageError as error:
+        return (str(error),)
+
+
+def _whole_model(path: Path, dtype: str | None) -> tuple[str, ...]:
+    entries, faults = _files(path)
+    if faults:
+        return tuple(faults)
+    plan = architecture(path)
+    found = [
+        *_foreign(path),
+        *_names(entries, plan),
+        *_types(path, entries, dtype),
+        *_values(path, entries),
+        *_tokenizer(path, plan),
+    ]
+    return tuple(found or _load(path))
+
+
+def _files(path: Path) -> tuple[dict[str, Entry], list[str]]:
+    entries: dict[str, Entry] = {}
+    faults = []
+    mapped = weight_map(path) if (path / INDEX).is_file() else None
+    for file in shard_files(path):
+        try:
+            held = read_header(file)
+        except StageError as error:
+            faults.append(str(error))
+            continue
+        if mapped is not None:
+            faults += _index_faults(path, file, held, mapped)
+        faults += [f"{file}: {n} stands in {entries[n].file} too" for n in held if n in entries]
+        entries |= held
+    return entries, faults
+
+
+def _index_faults(
+    path: Path, file: Path, held: Mapping[str, Entry], mapped: Mapping[str, str]
+) -> Iterator[str]:
+    listed = {name for name, of in mapped.items() if of == file.name}
+    for name in sorted(listed - held.keys()):
+        yield f"{path / INDEX}: says that {name} is in {file.name}, where it is not"
+    for name in sorted(held.keys() - listed):
+        yield f"{path / INDEX}: does not list {name}, which is in {file.name}"
+
+
+def _foreign(path: Path) -> Iterator[str]:
+    if is_adapter(path):
+        yield f"{path}: an adapter_config.json beside a whole model makes loaders expect an adapter"
+    known = set(shard_files(path))
+    for file in sorted(path.glob("*.safetensors")):
+        if file not in known:
+            yield f"{file}: a foreign file, no part of this model"
+
+
+def _names(entries: Mapping[str, Entry], plan: Architecture) -> Iterator[str]:
+    wanted = plan.nearest(entries)
+    for name in sorted(wanted.keys() - entries.keys()):
+        yield f"{name}: missing, the architecture has it"
+    for name in sorted(entries.keys() - wanted.keys()):
+        tied = plan.aliases.get(name)
+        why = f"it is tied to {tied}" if tied else "the architecture has no such tensor"
+        yield f"{name}: not expected, {why}"
+    for name in sorted(entries.keys() & wanted.keys()):
+        if entries[name].shape != wanted[name]:
+            yield f"{name}: shape {entries[name].shape}, the config asks for {wanted[name]}"
+
+
+def _types(path: Path, entries: Mapping[str, Entry], dtype: str | None) -> Iterator[str]:
+    said = read_json(path / "config.json").get("dtype", dtype)
+    if dtype is not None and said != dtype:
+        yield f"{path / 'config.json'}: dtype is {said!r}, {dtype!r} was asked"
+    for name, entry in sorted(entries.items()):
+        floating = entry.dtype.startswith(("float", "bfloat"))
+        if dtype is not None and floating and entry.dtype != dtype:
+            yield f"{name}: is {entry.dtype}, {dtype} was asked"
+
+
+def _values(path: Path, entries: Mapping[str, Entry]) -> Iterator[str]:
+    import torch
+
+    weights = open_weights(path)
+    for name in entries:
+        if not entries[name].numel:
+            yield f"{name}: empty, of shape {entries[name].shape}"
+            continue
+        finite = torch.isfinite(weights.read(name))
+        if not finite.all():
+            yield f"{name}: {int((~finite).sum())} of its {finite.numel()} values are not finite"
+
+
+def _tokenizer(path: Path, plan: Architecture) -> Iterator[str]:
+    try:
+        tokenizer = load_tokenizer(path)
+        end = end_of_turn(tokenizer)
+    except StageError as error:
+        yield str(error)
+        return
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= plan.vocabulary_rows:
+        yield f"the tokenizer has ids up to {highest}, the embedding {plan.vocabulary_rows} rows"
+    for place, number in special_ids(path, tokenizer).items():
+        if not 0 <= number < plan.vocabulary_rows:
+            yield f"{place} is id {number}, the embedding has {plan.vocabulary_rows} rows"
+    if end is not None and end not in stop_ids(path):
+        token = tokenizer.convert_ids_to_tokens(end)
+        yield (
+            f"{path / 'generation_config.json'}: eos_token_id {stop_ids(path)} lacks {end} "
+            f"({token!r}), which ends a turn: generation would not stop"
+        )
+
+
+def _load(path: Path) -> Iterator[str]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        _, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        yield f"{path}: from_pretrained fails: {str(error).splitlines()[0]}"
+        return
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info[kind]:
+            yield f"{path}: from_pretrained reports {kind}: {sorted(map(str, info[kind]))[:3]}"

@@ -1,0 +1,242 @@
+"""Held-out loss, preferences and exact match of one model."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from configs import Config
+from stages.base import Context, Metrics, StageError
+from stages.evaluation import items, language_model, measures
+from stages.evaluation.intervals import Intervals
+from stages.evaluation.items import IGNORED, Row
+from stages.evaluation.ranks import Ranks, batches_by_length, joined
+
+SAMPLES = "samples.jsonl"
+PROGRESS = "metrics.jsonl"
+CONVERSATIONS = "conversations/test"
+
+
+class Evaluate(Config):
+    """What is measured, and how precisely."""
+
+    batch_size: PositiveInt = 16
+    """Rows in one forward pass of one rank."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights while they are measured. Use one for all models that are compared."""
+
+    generate_rows: NonNegativeInt = 200
+    """Held-out prompts that the model answers for exact match; 0 answers none."""
+
+    max_new_tokens: PositiveInt = 128
+    """Longest answer, in tokens."""
+
+    answer_pattern: str | None = None
+    """Regular expression; its last match in an answer (its group, if it has one) is compared.
+    None compares whole texts, stripped of surrounding space."""
+
+    train_pairs: NonNegativeInt = 500
+    """Preference pairs of the training split to score beside the held-out ones; 0 scores none."""
+
+    beta: PositiveFloat | None = None
+    """Scale of implicit rewards against the baseline, as in DPO. None leaves rewards out."""
+
+    bootstrap_samples: PositiveInt = 1000
+    """Resamples behind every interval that is not a proportion's."""
+
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Coverage of the intervals."""
+
+    seed: int = 0
+    """Of the bootstrap, and of the samples of prompts and of training pairs."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return pattern
+
+
+def evaluate(
+    config: Evaluate, ctx: Context, *, model: Path, data: Path, baseline: Path | None = None
+) -> Metrics:
+    """Measure ``MODEL/model`` on the splits in ``data`` (an output of tokenize_data).
+
+    ``baseline`` is an earlier output of this stage for another model on the same data; it gives
+    the paired changes and is the reference of implicit rewards. Returns numbers, and estimates
+    ``{"value", "low", "high", "n"}``, under
+
+    - ``conversations/``: ``loss`` (nats a trained token), ``perplexity``, ``tokens``; if answers
+      were generated ``exact_match``, ``stopped``, ``answer_tokens``; with a baseline
+      ``loss_change``, ``exact_match_change``;
+    - ``preferences/test/`` and ``preferences/train/``, where the data has pairs: the keys of
+      :func:`stages.evaluation.measures.preference_measures`.
+
+    Leaves ``items.jsonl`` (results by row), ``samples.jsonl`` (generated answers) and, while it
+    works, a line a batch in ``metrics.jsonl`` for those who watch. Several ranks share the batches
+    and give the same result as one; only rank 0 returns it. Raises :class:`StageError` for data,
+    a model or a baseline that does not fit, and for a non-finite loss.
+    """
+    rows = _read(config, data)
+    before = None if baseline is None else items.read_matching(baseline, rows)
+    prompts = _prompts(config, rows)
+    with joined(ctx.device) as ranks:
+        scores, answers = _infer(config, ctx, ranks, model / "model", rows, prompts)
+    if ranks.rank:
+        return {}
+    samples = _samples(config, prompts, answers, model / "model")
+    found = _items(rows, scores, samples)
+    measures.require_finite(found)
+    items.write(ctx.out / items.NAME, found)
+    items.write(ctx.out / SAMPLES, samples)
+    return _measure(config, found, before)
+
+
+def _read(config: Evaluate, data: Path) -> list[Row]:
+    rows = items.read_split(data, CONVERSATIONS)
+    if not (data / "preferences").is_dir():
+        return rows
+    rows += items.read_split(data, "preferences/test")
+    if config.train_pairs:
+        rows += items.read_split(
+            data, "preferences/train", limit=config.train_pairs, seed=config.seed
+        )
+    return rows
+
+
+def _prompts(config: Evaluate, rows: Sequence[Row]) -> list[Row]:
+    """The conversations to answer. A pattern must find an answer in every reference."""
+    held_out = [row for row in rows if row["set"] == CONVERSATIONS]
+    places = items.sample(len(held_out), config.generate_rows, seed=config.seed)
+    prompts = [held_out[place] for place in places]
+    for row in prompts:
+        if answer_of(row["answer"], config.answer_pattern) is None:
+            raise StageError(
+                f"evaluate.config.answer_pattern: {config.answer_pattern!r} finds nothing in the "
+                f"reference answer of {row['set']} row {row['index']} ({row['answer'][:80]!r}); "
+                "mend the pattern, or leave it out to compare whole answers"
+            )
+    return prompts
+
+
+def answer_of(text: str, pattern: str | None) -> str | None:
+    """The part of ``text`` that counts as the answer; None where ``pattern`` finds none."""
+    if pattern is None:
+        return text.strip()
+    found = list(re.finditer(pattern, text))
+    return (found[-1][1] if found[-1].re.groups else found[-1][0]) if found else None
+
+
+def _infer(
+    config: Evaluate,
+    ctx: Context,
+    ranks: Ranks,
+    folder: Path,
+    rows: Sequence[Row],
+    prompts: Sequence[Row],
+) -> tuple[list[language_model.Score], list[language_model.Answer]]:
+    """The score of every sequence of every row, and the answer to every prompt, in order."""
+    sequences = [sequence for row in rows for sequence in _sequences(row)]
+    questions = [row["prompt_ids"] for row in prompts]
+    scoring = batches_by_length([len(ids) for ids, _ in sequences], config.batch_size)
+    answering = batches_by_length([len(ids) for ids in questions], config.batch_size)
+    model = language_model.load(folder, dtype=config.dtype, device=ctx.device)
+    language_model.require_vocabulary(model, [ids for ids, _ in sequences], folder)
+    if questions:
+        language_model.decode_greedily(model, folder, max_new_tokens=config.max_new_tokens)
+    tick = ranks.ticker(ctx.out / PROGRESS, scoring, answering)
+    scores = ranks.map(partial(language_model.score, model), sequences, scoring, tick)
+    answers = ranks.map(partial(language_model.answer, model), questions, answering, tick)
+    return scores, answers
+
+
+def _sequences(row: Row) -> list[language_model.Labelled]:
+    """One sequence to score for a conversation; for a pair the chosen, then the rejected."""
+    if "labels" in row:
+        return [(row["input_ids"], row["labels"])]
+    prompt = row["prompt_ids"]
+    ignored = [IGNORED] * len(prompt)
+    return [(prompt + row[key], ignored + row[key]) for key in ("chosen_ids", "rejected_ids")]
+
+
+def _samples(
+    config: Evaluate,
+    prompts: Sequence[Row],
+    answers: Sequence[language_model.Answer],
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """What the model answered to each prompt, compared with the reference."""
+    if not prompts:
+        return []
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [
+        _sample(config, row, tokenizer, ids, stopped=stopped)
+        for row, (ids, stopped) in zip(prompts, answers, strict=True)
+    ]
+
+
+def _sample(
+    config: Evaluate, row: Row, tokenizer: Any, ids: list[int], *, stopped: bool
+) -> dict[str, Any]:
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    reference = answer_of(row["answer"], config.answer_pattern)
+    return {
+        "index": row["index"],
+        "prompt": tokenizer.decode(row["prompt_ids"]),
+        "reference": row["answer"],
+        "generated": text,
+        "match": answer_of(text, config.answer_pattern) == reference,
+        "stopped": stopped,
+        "answer_tokens": len(ids),
+    }
+
+
+def _items(
+    rows: Sequence[Row],
+    scores: Sequence[language_model.Score],
+    samples: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Results by row: its place, content hash, log-probabilities and the fate of its answer."""
+    answers = {sample["index"]: sample for sample in samples}
+    rest = iter(scores)
+    found = []
+    for row in rows:
+        item = {key: row[key] for key in ("set", "index", "id")}
+        if "labels" in row:
+            item["logp"], item["tokens"] = next(rest)
+            answer = answers.get(row["index"], {})
+            item |= {k: answer[k] for k in ("match", "stopped", "answer_tokens") if k in answer}
+        else:
+            item["chosen_logp"], item["chosen_tokens"] = next(rest)
+            item["rejected_logp"], item["rejected_tokens"] = next(rest)
+        found.append(item)
+    return found
+
+
+def _measure(
+    config: Evaluate,
+    found: Sequence[Mapping[str, Any]],
+    before: Sequence[Mapping[str, Any]] | None,
+) -> Metrics:
+    intervals = Intervals(config.confidence, config.bootstrap_samples, config.seed)
+    metrics: dict[str, Any] = {}
+    for name in dict.fromkeys(item["set"] for item in found):
+        places = [place for place, item in enumerate(found) if item["set"] == name]
+        now = [found[place] for place in places]
+        then = None if before is None else [before[place] for place in places]
+        if name == CONVERSATIONS:
+            prefix, part = "conversations", measures.conversation_measures(now, then, intervals)
+        else:
+            prefix = name
+            part = measures.preference_measures(now, then, intervals, beta=config.beta)
+        metrics |= {f"{prefix}/{key}": value for key, value in part.items()}
+    return metrics

@@ -1,0 +1,1 @@
+"""How a language model is measured: scoring, generation, pairing with a baseline, intervals."""

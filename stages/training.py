@@ -1,0 +1,306 @@
+"""What the training stages share: their fields, the trainer's arguments, and the run itself."""
+
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from configs import Config
+from stages import resume
+from stages.base import Context, Metrics, StageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig, Trainer
+
+DType = Literal["float32", "bfloat16"]
+Targets = Literal["all_linear", "attention"] | tuple[str, ...]
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, gradient norm or weight became NaN or infinite."""
+
+
+class Full(Config):
+    """Train every weight."""
+
+    kind: Literal["full"] = "full"
+
+
+class LoRA(Config):
+    """Train low-rank adapters beside the frozen weights."""
+
+    kind: Literal["lora"] = "lora"
+
+    rank: PositiveInt = 16
+    """Inner dimension of each adapter."""
+
+    alpha: PositiveFloat = 32.0
+    """The adapter's product is scaled by alpha / rank; see ``rank_stabilised``."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input."""
+
+    targets: Targets = "all_linear"
+    """Which linear layers get an adapter; a tuple names module suffixes."""
+
+    rank_stabilised: bool = False
+    """Scale by alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)."""
+
+
+class DoRA(LoRA):
+    """LoRA with a learned magnitude per output (arXiv:2402.09353)."""
+
+    kind: Literal["dora"] = "dora"
+
+
+class QLoRA(LoRA):
+    """LoRA beside a base held in 4-bit NF4 (arXiv:2305.14314)."""
+
+    kind: Literal["qlora"] = "qlora"
+
+    double_quantisation: bool = True
+    """Quantise the quantisation constants too: 0.5159 instead of 0.5625 bytes a weight."""
+
+
+Method = Annotated[Full | LoRA | DoRA | QLoRA, Field(discriminator="kind")]
+
+
+class Training(Config):
+    """Fields that every training stage has. Each of them can change the loss curve."""
+
+    method: Method = Full()
+    """What is trained."""
+
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+
+    schedule: Literal["linear", "cosine", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """Share of the steps over which the learning rate rises from zero."""
+
+    epochs: PositiveInt = 1
+    """Passes over the training split."""
+
+    max_steps: PositiveInt | None = None
+    """Stop after so many optimizer steps, if that comes before the last epoch ends."""
+
+    global_batch_size: PositiveInt = 32
+    """Rows in one optimizer step, over all ranks and accumulation steps."""
+
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw"] = "adamw"
+    """AdamW by PyTorch, or by bitsandbytes in 8 bits, or paged to host memory (GPU)."""
+
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+
+    max_grad_norm: NonNegativeFloat = 1.0
+    """The gradient is scaled down to this norm; 0 leaves it alone."""
+
+    load_dtype: DType = "float32"
+    """Type the weights are loaded in, and so the type that is optimised."""
+
+    compute_dtype: DType = "float32"
+    """Type of the matrix products; ``bfloat16`` with float32 weights is mixed precision."""
+
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel."""
+
+    liger_kernel: bool = False
+    """Fused Triton kernels of the optional package liger-kernel (GPU)."""
+
+    seed: NonNegativeInt = 0
+    """Seeds the adapters, dropout and the order of the rows."""
+
+    @property
+    def global_batch_rows(self) -> int:
+        """Rows of the training set in one optimizer step."""
+        return self.global_batch_size
+
+
+OPTIMIZERS = {
+    "adamw": "adamw_torch",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
+    """A TRL trainer's arguments, from ``config`` and from what the backend adds."""
+    ours = {"fsdp_plugin", "whole_embedding"}
+    backend = {key: value for key, value in ctx.trainer_args.items() if key not in ours}
+    return {
+        "output_dir": str(ctx.out / resume.FOLDER),
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": config.schedule,
+        "warmup_steps": config.warmup_fraction,
+        "num_train_epochs": 1,
+        "optim": OPTIMIZERS[config.optimizer],
+        "adam_beta1": config.adam_betas[0],
+        "adam_beta2": config.adam_betas[1],
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "bf16": config.compute_dtype == "bfloat16",
+        "model_init_kwargs": {
+            "dtype": config.load_dtype,
+            "attn_implementation": config.attention,
+        },
+        "use_liger_kernel": config.liger_kernel,
+        "seed": config.seed,
+        "train_sampling_strategy": "sequential",  # `in_order` has already shuffled
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,  # it hides the very values that `Watch` looks for
+        "save_strategy": "steps",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": True,
+        "max_length": None,  # lengths were settled when the rows were tokenised
+        **backend,
+    }
+
+
+def peft_config(method: Full | LoRA) -> "LoraConfig | None":
+    """PEFT's description of ``method``, or ``None`` when every weight is trained."""
+    if isinstance(method, Full):
+        return None
+    from peft import LoraConfig
+
+    named = {"all_linear": "all-linear", "attention": list(ATTENTION)}
+    targets = method.targets
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=method.rank,
+        lora_alpha=method.alpha,
+        lora_dropout=method.dropout,
+        target_modules=named[targets] if isinstance(targets, str) else list(targets),
+        use_rslora=method.rank_stabilised,
+        use_dora=isinstance(method, DoRA),
+    )
+
+
+def quantization_config(config: Training) -> "BitsAndBytesConfig | None":
+    """NF4 for QLoRA. Storage in the load type lets FSDP shard the packed weights like others."""
+    if not isinstance(config.method, QLoRA):
+        return None
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=config.method.double_quantisation,
+        bnb_4bit_compute_dtype=getattr(torch, config.compute_dtype),
+        bnb_4bit_quant_storage=getattr(torch, config.load_dtype),
+    )
+
+
+def in_order(dataset: "Dataset", *, config: Training) -> "Dataset":
+    """The rows in the order in which they are trained on, whatever the ranks and micro-batches.
+
+    Each epoch is a permutation drawn from ``seed``; epochs follow one another, and the last
+    optimizer step is filled up from the front, so that every step holds ``global_batch_rows`` and
+    no row is left out. Raises ``StageError`` when there are no rows.
+    """
+    import numpy as np
+
+    if not len(dataset):
+        raise StageError("the training split has no rows; see the data stage's report.json")
+    rng = np.random.default_rng(config.seed)
+    order = np.concatenate([rng.permutation(len(dataset)) for _ in range(config.epochs)])
+    steps = math.ceil(len(order) / config.global_batch_rows)
+    if config.max_steps is not None:
+        steps = min(steps, config.max_steps)
+    return dataset.select(np.resize(order, steps * config.global_batch_rows))
+
+
+def adjust_arguments(args: Any, ctx: Context) -> None:
+    """What the backend asks of accelerate beyond the trainer's own argument names."""
+    plugin = dict(ctx.trainer_args.get("fsdp_plugin", {}))
+    if reduce_dtype := plugin.get("reduce_dtype"):
+        compute = "bfloat16" if args.bf16 else "float32"
+        args.fsdp_plugin_args["mixed_precision_policy"] = {
+            "param_dtype": compute,
+            "reduce_dtype": reduce_dtype,
+        }
+    if "dp_shard_size" in plugin:
+        from accelerate.parallelism_config import ParallelismConfig
+
+        args.parallelism_config = ParallelismConfig(
+            dp_replicate_size=plugin["dp_replicate_size"], dp_shard_size=plugin["dp_shard_size"]
+        )
+
+
+def train(trainer: "Trainer", ctx: Context) -> Metrics:
+    """Train to the last step, from the newest complete checkpoint if there is one, and save.
+
+    Leaves ``OUT/model`` (what the trainer saved), ``OUT/metrics.jsonl`` and ``OUT/ranks/``.
+    Raises ``StageError`` when no step was done, ``NonFiniteError`` when a value was not finite.
+    """
+    checkpoint = resume.newest(ctx.out)
+    started = time.time()
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    done, asked = trainer.state.global_step, trainer.state.max_steps
+    first = resume.step(checkpoint) if checkpoint else 0
+    if done < asked or done == 0:
+        raise StageError(f"training ended at step {done} of {asked}; nothing was saved")
+    _save(trainer, ctx)
+    last = [row for row in trainer.state.log_history if "loss" in row]
+    return {
+        "steps": done,
+        "resumed_from": first,
+        "seconds": time.time() - started,
+        "first_loss": last[0]["loss"],
+        "final_loss": last[-1]["loss"],
+    }
+
+
+def _save(trainer: "Trainer", ctx: Context) -> None:
+    """Write ``OUT/model`` aside and rename it, once every rank is done."""
+    partial, final = ctx.out / "model.partial", ctx.out / "model"
+    main = trainer.args.process_index == 0
+    if main:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_model(str(partial))
+    if trainer.is_fsdp_enabled and not _gathers(trainer):
+        from accelerate.utils import save_fsdp_model
+
+        save_fsdp_model(
+            trainer.accelerator.state.fsdp_plugin, trainer.accelerator, trainer.model, str(partial)
+        )
+    trainer.accelerator.wait_for_everyone()
+    if main:
+        _complete(trainer, partial)
+        partial.rename(final)
+
+
+def _gathers(trainer: "Trainer") -> bool:
+    return "FULL_STATE_DICT" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+
+
+def _complete(trainer: "Trainer", folder: Path) -> None:
+    """Sharded saves bring weights alone; a reader needs config, tokenizer and adapter too."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if adapters := getattr(model, "peft_config", None):
+        if not (folder / "adapter_config.json").exists():
+            adapters["default"].save_pretrained(folder)
+        model = model.get_base_model()
+    if not (folder / "config.json").exists():
+        model.config.save_pretrained(folder)
+    if not (folder / "generation_config.json").exists():
+        model.generation_config.save_pretrained(folder)
+    trainer.processing_class.save_pretrained(folder)

@@ -1,0 +1,190 @@
+"""A trainer callback that verifies what a rank got and writes down what it does.
+
+Imported only inside a rank: it loads torch and transformers.
+"""
+
+import json
+import math
+import resource
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from stages import resume
+from stages.base import Context, StageError
+from stages.manifest import write_atomically
+from stages.training import NonFiniteError
+
+Logs = Mapping[str, float]
+RENAMED = {"num_tokens": "tokens", "num_input_tokens_seen": "tokens"}
+LEFT_OUT = {"total_flos", "train_loss", "train_runtime", "epoch"}
+
+
+class Watch(TrainerCallback):
+    """Watches one rank; rank 0 also writes ``metrics.jsonl`` and marks checkpoints complete."""
+
+    def __init__(
+        self, trainer: Trainer, ctx: Context, step_zero: Callable[[Logs], None] | None = None
+    ) -> None:
+        """``step_zero`` is given the first step's values, taken before any update, and raises
+        if they break an invariant of the method."""
+        self.trainer, self.ctx, self.step_zero = trainer, ctx, step_zero
+        self.rank = trainer.args.process_index
+        self.metrics = ctx.out / "metrics.jsonl"
+        self.last: tuple[float, float] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        found = {"wrapper": wrapper(self.trainer), "world_size": args.world_size} | resident(
+            self.trainer
+        )
+        verify(found, self.ctx.promise)
+        self._note(found)
+        if self.rank == 0:
+            self._drop_rows_after(state.global_step)
+            if self.trainer.is_deepspeed_enabled:
+                resolved = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+                write_atomically(
+                    self.ctx.out / "deepspeed.json", json.dumps(resolved, indent=2, default=str)
+                )
+        self.last = (time.time(), float(state.num_input_tokens_seen or 0))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        noted = self.ctx.out / "ranks" / f"rank-{self.rank}.json"
+        facts = json.loads(noted.read_text())
+        if "optimizer_bytes" not in facts:
+            self._note(facts | {"optimizer_bytes": optimizer_bytes(self.trainer)})
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if not logs or "loss" not in logs:
+            return
+        for name in ("loss", "grad_norm"):
+            value = logs.get(name)
+            if value is not None and not math.isfinite(value):
+                raise NonFiniteError(f"{name} is {value} at step {state.global_step}")
+        if self.step_zero and state.global_step == 1:
+            self.step_zero(logs)
+        if self.rank == 0:
+            self._append(logs, state)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.trainer.accelerator.wait_for_everyone()
+        if self.rank == 0:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            resume.mark_complete(folder, self.ctx.promise)
+        self.trainer.accelerator.wait_for_everyone()
+
+    def _append(self, logs: Logs, state: TrainerState) -> None:
+        now = time.time()
+        row: dict[str, Any] = {
+            "step": state.global_step,
+            "total_steps": state.max_steps,
+            "time": now,
+        }
+        row |= {RENAMED.get(k, k): v for k, v in logs.items() if k not in LEFT_OUT}
+        tokens = float(row.get("tokens", 0))
+        if self.last and tokens > self.last[1]:
+            row["tokens_per_second"] = (tokens - self.last[1]) / max(now - self.last[0], 1e-9)
+        self.last = (now, tokens)
+        row["memory_bytes"] = memory_bytes(self.ctx.device)
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _drop_rows_after(self, step: int) -> None:
+        """A resumed run does these steps again."""
+        if self.metrics.exists():
+            rows = self.metrics.read_text().splitlines()
+            kept = [row for row in rows if _is_whole(row) and json.loads(row)["step"] <= step]
+            write_atomically(self.metrics, "".join(f"{row}\n" for row in kept))
+
+    def _note(self, facts: Mapping[str, Any]) -> None:
+        folder = self.ctx.out / "ranks"
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"rank-{self.rank}.json", json.dumps(dict(facts), indent=2))
+
+
+def _is_whole(row: str) -> bool:
+    return row.startswith("{") and row.endswith("}")
+
+
+def wrapper(trainer: Trainer) -> str:
+    """What the model really is wrapped in: ``fsdp``, ``deepspeed``, ``ddp`` or ``none``."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = trainer.model_wrapped
+    if type(model).__name__ == "DeepSpeedEngine":
+        return "deepspeed"
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    return "fsdp" if isinstance(model, FSDPModule) else "none"
+
+
+def verify(found: Mapping[str, Any], promise: Mapping[str, Any]) -> None:
+    """Raise ``StageError`` unless every promised fact was found."""
+    for name, promised in promise.items():
+        if found.get(name) != promised:
+            raise StageError(
+                f"the backend promised {name} {promised!r}, and this rank found "
+                f"{found.get(name)!r}; training would not be what the recipe says"
+            )
+
+
+def resident(trainer: Trainer) -> dict[str, Any]:
+    """What of the model this rank holds: bytes of all and of its own parameters, ZeRO stage."""
+    whole = own = 0
+    shard_ranks = None
+    for parameter in trainer.model.parameters():
+        if isinstance(parameter, DTensor):
+            local, full = parameter.to_local(), parameter.numel()
+            mesh = parameter.device_mesh
+            shard_ranks = max(shard_ranks or 1, mesh.size(mesh.ndim - 1))
+        elif hasattr(parameter, "ds_tensor"):
+            local, full = parameter.ds_tensor, parameter.ds_numel
+        else:
+            local, full = parameter, parameter.numel()
+        own += local.numel() * local.element_size()
+        whole += full * parameter.element_size()
+    facts: dict[str, Any] = {"parameter_bytes": own, "whole_parameter_bytes": whole}
+    if shard_ranks is not None:
+        facts["shard_ranks"] = shard_ranks
+    if trainer.is_deepspeed_enabled:
+        facts["zero_stage"] = trainer.model_wrapped.zero_optimization_stage()
+    return facts
+
+
+def optimizer_bytes(trainer: Trainer) -> int:
+    """Bytes of optimizer state in this rank, float32 master copies of ZeRO included."""
+    optimizer: Any = trainer.optimizer
+    masters = 0
+    while hasattr(optimizer, "optimizer"):
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+            masters += sum(t.numel() * t.element_size() for t in getattr(optimizer, name, ()))
+        optimizer = optimizer.optimizer
+    states = (value for state in optimizer.state.values() for value in state.values())
+    tensors = (v.to_local() if isinstance(v, DTensor) else v for v in states if torch.is_tensor(v))
+    return masters + sum(t.numel() * t.element_size() for t in tensors)
+
+
+def memory_bytes(device: str) -> int:
+    """Peak bytes: allocated on the GPU, or resident in this process on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

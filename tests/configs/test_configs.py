@@ -1,0 +1,92 @@
+"""Recipes: strict, sparse, and every fault named with its place."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import PositiveFloat
+
+from backends import AnyBackend, Local
+from configs import RECIPES, Config, ConfigError, load
+from flows.sft_then_dpo import SFTThenDPO
+
+
+class Inner(Config):
+    rate: PositiveFloat = 1.0
+    backend: AnyBackend = Local()
+
+
+class Outer(Config):
+    name: str
+    inner: Inner = Inner()
+
+
+def recipe(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_values_come_from_yaml_then_overrides(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "name: a\ninner: {rate: 2}\n")
+    assert load(Outer, path).inner.rate == 2
+    assert load(Outer, path, ["inner.rate=3e-1", "name=b"]) == Outer(
+        name="b", inner=Inner(rate=0.3)
+    )
+
+
+def test_switching_a_kind_is_one_override(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "name: a\ninner: {backend: {kind: deepspeed, zero_stage: 2}}\n")
+    assert load(Outer, path, ["inner.backend.kind=fsdp"]).inner.backend.kind == "fsdp"
+    kept = load(Outer, path, ["inner.backend.kind=deepspeed"]).inner.backend
+    assert kept.model_dump()["zero_stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("name: a\nx: 1\n", [], "x: unknown key"),
+        ("name: a\ninner: {rat: 1}\n", [], "inner.rat: unknown key"),
+        ("name: a\ninner: {rate: fast}\n", [], "inner.rate: "),
+        ("name: a\ninner: {rate: -1}\n", [], "greater than 0 (got -1)"),
+        ("inner: {rate: 1}\n", [], "name: missing"),
+        ("name: a\nname: b\n", [], "stands twice"),
+        ("name: [a\n", [], "not YAML"),
+        ("- a\n", [], "a recipe is a mapping"),
+        ("name: a\n", ["inner.rate"], "dotted.key=value"),
+        ("name: a\n", ["name.x=1"], "no keys under it"),
+        ("name: a\n", ["inner.backend.kind=fspd"], "inner.backend"),
+        ("name: a\n", ["inner.backend.zero_stage=2"], "inner.backend"),
+    ],
+)
+def test_faults_name_their_place(
+    tmp_path: Path, text: str, overrides: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=".") as caught:
+        load(Outer, recipe(tmp_path, text), overrides)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value) or "backend" in expected
+
+
+def test_a_missing_recipe_suggests_its_neighbours(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean .*tiny\.yaml"):
+        load(Outer, tmp_path / "tinny.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_loads(path: Path) -> None:
+    overrides = []
+    if path.stem == "smollm2":  # the user names the data
+        overrides = [f"{part}.config.source.path=x" for part in ("conversations", "preferences")]
+    load(SFTThenDPO, path, overrides)
+
+
+def test_every_field_says_what_it_is_for() -> None:
+    """The Prefect form and ``--help`` show these texts."""
+    schema = SFTThenDPO.model_json_schema()
+    bare = [
+        f"{name}.{field}"
+        for name, model in schema["$defs"].items()
+        for field, facts in model.get("properties", {}).items()
+        if "description" not in facts and field != "kind" and "$ref" not in facts
+    ]
+    assert bare == []
