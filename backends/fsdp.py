@@ -29,8 +29,8 @@ class FSDP(Config):
     whole_embedding: bool = False
     """Keep the embedding (and a tied head) whole in every rank while the body is sharded."""
 
-    reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type in which gradients are summed; unset, the compute type."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed under bfloat16 compute; ``bfloat16`` halves the traffic."""
 
     checkpoints: Literal["full", "sharded"] = "full"
     """``full`` gathers on rank 0; ``sharded`` writes one file a rank, for models too large."""
@@ -73,9 +73,7 @@ class FSDP(Config):
 
     def _plugin(self, resources: Resources) -> dict[str, Any]:
         """What accelerate's plugin takes beyond the trainer's own arguments."""
-        plugin: dict[str, Any] = {}
-        if self.reduce_dtype:
-            plugin["reduce_dtype"] = self.reduce_dtype
+        plugin: dict[str, Any] = {"reduce_dtype": self.reduce_dtype}
         group = self._shard_ranks(resources)
         if group != resources.world_size:
             plugin["dp_replicate_size"] = resources.world_size // group
@@ -88,6 +86,8 @@ class FSDP(Config):
                 raise ValueError(f"shard_ranks {self.shard_ranks} is read only by sharding: hybrid")
             return resources.world_size
         group = self.shard_ranks or resources.ranks_per_node
+        if group == 1:
+            raise ValueError("a shard group of one rank shards nothing; use backend.kind=ddp")
         if resources.world_size % group:
             raise ValueError(f"shard_ranks {group} does not divide {resources.world_size} ranks")
         return group

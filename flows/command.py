@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from configs import RECIPES, ConfigError, load
-from flows import runs
+from flows import report, runs
 from flows.failures import StageFailed
+from flows.progress import duration
 from flows.run_stage import plan, run_stage
 from flows.steps import Artifact, Runner, Step
 
@@ -97,9 +98,12 @@ def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
     else:
         from flows import prefect_engine
 
-        artifacts = prefect_engine.run(name, body, config, execute, say=say)
-    report = runs.finish(config, artifacts)
-    print(f"\n{report.text}\n\nreport: {report.path}  ({time.time() - started:.0f} s in all)")
+        artifacts = prefect_engine.run_flow(
+            body, config, execute, name=name, run_name=config.name, say=say
+        )
+    path = runs.finish(config, artifacts)
+    print(f"\n{report.terminal_table(runs.describe(config, artifacts))}")
+    print(f"\nreport: {path}  ({duration(time.time() - started)} in all)")
     return 0
 
 

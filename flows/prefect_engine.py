@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from flows.prefect_server import Api, PrefectError, starting
+from stages.base import Interrupted
 
 if TYPE_CHECKING:
     from prefect.flows import Flow
@@ -29,7 +30,7 @@ FLUSH_SECONDS = 5.0
 class Runner(Protocol):
     """Executes one stage and returns its artifact, which has a ``status`` of STATE_NAMES."""
 
-    def __call__(self, stage_name: str, step: Any, /, *, label: str, **inputs: Any) -> Any: ...
+    def __call__(self, stage_name: str, step: Any, *, label: str, **inputs: Any) -> Any: ...
 
 
 def run_flow(
@@ -83,14 +84,17 @@ def as_task(run: Runner) -> Runner:
     inputs become the edges of the graph in the UI.
     """
     from prefect.cache_policies import NO_CACHE
+    from prefect.logging import get_run_logger
     from prefect.tasks import Task
 
-    def run_as_task(stage_name: str, step: Any, /, *, label: str, **inputs: Any) -> Any:
+    def run_as_task(stage_name: str, step: Any, *, label: str, **inputs: Any) -> Any:
         outcome = Outcome[Any]()
 
         def stage(**inputs: Any) -> "State[Any]":
             with outcome:
                 outcome.value = run(stage_name, step, label=label, **inputs)
+            if isinstance(outcome.error, Exception):
+                get_run_logger().error("%s", outcome.error, exc_info=outcome.error)
             return outcome.state()
 
         task = Task(
@@ -138,13 +142,11 @@ class Outcome(Generic[T]):
 
     def state(self) -> "State[Any]":
         """The terminal state that tells Prefect of this outcome."""
-        from prefect.logging import get_run_logger
         from prefect.states import Cancelled, Completed, Failed
 
-        if isinstance(self.error, KeyboardInterrupt):
-            return Cancelled(message="stopped by Ctrl-C")
+        if isinstance(self.error, (KeyboardInterrupt, Interrupted)):
+            return Cancelled(message=_first_line(self.error))
         if self.error is not None:
-            get_run_logger().error("%s", self.error, exc_info=self.error)
             return Failed(message=_first_line(self.error))
         status = getattr(self.value, "status", "ran")
         return Completed(name=STATE_NAMES[status], data=self.value)
@@ -164,7 +166,7 @@ def _as_flow(
     from prefect.runtime import flow_run
     from prefect.utilities.urls import url_for
 
-    def noted(stage_name: str, step: Any, /, *, label: str, **inputs: Any) -> Any:
+    def noted(stage_name: str, step: Any, *, label: str, **inputs: Any) -> Any:
         api.note("task", flow_run.id)
         return run(stage_name, step, label=label, **inputs)
 
@@ -187,12 +189,21 @@ def _as_flow(
 
 
 def _client_settings(api: Api) -> dict[Any, Any]:
-    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_CLIENT_MAX_RETRIES,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    )
 
     if not api.temporary:
         return {PREFECT_API_URL: api.url}
-    # The temporary server sees us end; a heartbeat would tell it nothing and cost a second.
-    return {PREFECT_API_URL: api.url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+    return {
+        PREFECT_API_URL: api.url,
+        # It sees us end, so a heartbeat would tell it nothing and cost a second.
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+        # It can be busy but does not come back: 14 s of patience in place of a minute.
+        PREFECT_CLIENT_MAX_RETRIES: 3,
+    }
 
 
 def _flush() -> None:
@@ -205,7 +216,7 @@ def _flush() -> None:
 
 
 def _leave_the_terminal_alone() -> None:
-    """Prefect's log goes to its server; the terminal shows it where PREFECT_LOGGING_LEVEL is set."""
+    """Leave Prefect's log to its server, unless the user has set PREFECT_LOGGING_LEVEL."""
     from prefect.settings import get_current_settings
 
     if "level" in get_current_settings().logging.model_fields_set:
@@ -224,4 +235,6 @@ def _is_not_prefect(record: logging.LogRecord) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C"
     return next(iter(str(error).splitlines()), "") or type(error).__name__

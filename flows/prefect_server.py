@@ -1,11 +1,11 @@
 """A Prefect API for the time of one run: the configured server's, else a temporary one's."""
 
 import json
-import select
+import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -49,16 +49,18 @@ def starting(say: Callable[[str], None]) -> Iterator[Callable[[], Api]]:
     temporary server has a session of its own, so that Ctrl-C reaches the run and not its
     recorder, and it ends when our end of the pipe closes: after the block, or when we are killed.
     """
-    early = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
     command = (sys.executable, "-P", str(Path(__file__).with_name("temporary_server.py")))
-    with early, subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=early,
-        text=True,
-        start_new_session=True,
-    ) as server:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as early,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=early,
+            text=True,
+            start_new_session=True,
+        ) as server,
+    ):
         try:
             yield lambda: _wait(server, early, say)
         finally:
@@ -67,29 +69,36 @@ def starting(say: Callable[[str], None]) -> Iterator[Callable[[], Api]]:
 
 def _wait(server: subprocess.Popen[str], early: IO[str], say: Callable[[str], None]) -> Api:
     assert server.stdin and server.stdout
-    log = early
-    deadline = time.monotonic() + START_SECONDS
-    while select.select([server.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        line = server.stdout.readline()
-        if not line:
-            raise PrefectError(_failed("did not start", log))
-        facts = json.loads(line)
-        if "url" in facts:
-            return Api(facts["url"], facts["temporary"], server.stdin)
-        if "say" in facts:
-            say(facts["say"])
-        log = facts.get("log", log)
-    raise PrefectError(_failed(f"did not start within {START_SECONDS:.0f} s", log))
+    log: IO[str] | str = early
+    limit = threading.Timer(START_SECONDS, server.kill)
+    limit.start()
+    try:
+        for line in server.stdout:
+            facts = json.loads(line)
+            if "url" in facts:
+                return Api(facts["url"], facts["temporary"], server.stdin)
+            if "say" in facts:
+                say(facts["say"])
+            log = facts.get("log", log)
+    finally:
+        limit.cancel()
+    too_slow = f" within {START_SECONDS:.0f} s" if server.wait() == -signal.SIGKILL else ""
+    last, place = _last_line(log)
+    raise PrefectError(
+        f"Prefect's temporary server did not start{too_slow}: {last}{place}; "
+        "--engine inline runs without Prefect"
+    )
 
 
-def _failed(what: str, log: IO[str] | str) -> str:
+def _last_line(log: IO[str] | str) -> tuple[str, str]:
+    """What the server said last, and where the rest stands if it is kept."""
     if isinstance(log, str):
-        text, place = Path(log).read_text(encoding="utf-8", errors="replace"), f" (all of it: {log})"
+        text, place = Path(log).read_text(encoding="utf-8", errors="replace"), f" (in {log})"
     else:
         log.seek(0)
         text, place = log.read(), ""
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
-    return f"Prefect's temporary server {what}: {last}{place}; --engine inline runs without Prefect"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing", place
 
 
 def _end(server: subprocess.Popen[str]) -> None:

@@ -94,10 +94,8 @@ def run_stage(planned: Plan, *, say: Say) -> Artifact:
     with _only_writer(planned, say=say) as lock:
         if planned.finished:
             return _artifact(planned, "reused")
-        started = time.time()
         resumed = _make_ready(planned)
-        _execute(planned, lock=lock, say=say)
-        seconds = time.time() - started
+        seconds = _execute(planned, lock=lock, say=say)
         manifest.write(planned.out, _manifest(planned, seconds=seconds))
         return _artifact(planned, "resumed" if resumed else "ran", seconds)
 
@@ -152,14 +150,17 @@ def _shape(promise: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in sorted(promise.items()))
 
 
-def _execute(planned: Plan, *, lock: int, say: Say) -> None:
+def _execute(planned: Plan, *, lock: int, say: Say) -> float:
+    """Run the command; the seconds from its start to the end of its last process."""
     out, log = planned.out, planned.out / "log.txt"
     manifest.write_atomically(out / "job.json", job(planned).model_dump_json(indent=2))
     progress = Progress(planned.label, out, say=say)
     launch = _with_environment(planned)
+    started = time.monotonic()
     code = planned.step.placement.run(launch, log=log, lock=lock, poll=progress.poll)
     if code != 0:
         raise StageFailed(explain(planned.label, out, log, code))
+    return time.monotonic() - started
 
 
 def job(planned: Plan) -> Job:
@@ -209,11 +210,13 @@ def _manifest(planned: Plan, *, seconds: float) -> manifest.Manifest:
         "command": list(planned.launch.argv),
         "inputs": {name: str(path) for name, path in planned.inputs.items()},
         "backend": step.backend.model_dump(mode="json"),
+        "world_size": step.resources.world_size,
         "resources": step.resources.model_dump(mode="json"),
         "micro_batch_size": planned.micro_batch_size,
         "accumulation_steps": planned.accumulation_steps,
         "ranks": _ranks(out),
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: metadata.version(name) for name in PACKAGES},
     }
     model = out / "model"
     return manifest.Manifest(

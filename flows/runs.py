@@ -6,9 +6,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from flows import report
 from flows.run_stage import Plan
 from flows.steps import Artifact
-from stages import resume
+from stages import manifest, resume
 from stages.manifest import write_atomically
 
 
@@ -26,8 +27,7 @@ def begin(config: Any) -> None:
 def link(config: Any, artifact: Artifact) -> None:
     """``RUNS/<name>/<label>`` points to the stage's output in the store."""
     path = folder(config) / artifact.label.replace(" ", "-")
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.symlink_to(os.path.relpath(artifact.path.resolve(), path.parent.resolve()))
     partial.rename(path)
 
@@ -63,3 +63,63 @@ def plan_lines(planned: Plan) -> list[str]:
     if obstacle and not planned.finished:
         lines.append(f"  cannot run here: {obstacle}")
     return lines
+
+def finish(config: Any, artifacts: list[Artifact]) -> Path:
+    """Record what every step resolved to and write the report; its path."""
+    _write(config, artifacts)
+    return report.write_report(folder(config), describe(config, artifacts))
+
+
+def describe(config: Any, artifacts: list[Artifact]) -> report.Report:
+    """The report's material, read off the artifacts and their manifests."""
+    manifests = {a.label: manifest.read(a.path) for a in artifacts}
+    by_path = {str(a.path): a.label for a in artifacts}
+    done = {label: found for label, found in manifests.items() if found is not None}
+    return report.Report(
+        name=config.name,
+        stages=tuple(_row(a, done[a.label]) for a in artifacts),
+        trainings=tuple(
+            report.Training(label=a.label.upper(), output=a.path)
+            for a in artifacts
+            if (a.path / "metrics.jsonl").exists()
+        ),
+        evaluations=tuple(
+            report.Evaluation(
+                label=_model(a.label),
+                output=a.path,
+                baseline=_model(by_path.get(done[a.label].provenance["inputs"].get("baseline"), "")),
+            )
+            for a in artifacts
+            if a.stage == "evaluate"
+        ),
+        prepared=_output(artifacts, "prepare_data"),
+        tokenised=_output(artifacts, "tokenize_data"),
+        versions=_versions(artifacts, done),
+    )
+
+
+def _row(artifact: Artifact, done: manifest.Manifest) -> report.StageRow:
+    shown = ("steps", "final_loss")
+    return report.StageRow(
+        label=artifact.label,
+        status=artifact.status,
+        output=artifact.path,
+        seconds=artifact.seconds,
+        backend=done.provenance["backend"]["kind"],
+        world_size=done.provenance["world_size"],
+        metrics={key: done.metrics[key] for key in shown if key in done.metrics},
+    )
+
+
+def _model(label: str) -> str:
+    """``evaluate sft`` measures the model ``SFT``."""
+    return label.removeprefix("evaluate ").upper() if label != "evaluate base" else "base"
+
+
+def _output(artifacts: list[Artifact], stage: str) -> Path | None:
+    return next((a.path for a in artifacts if a.stage == stage), None)
+
+
+def _versions(artifacts: list[Artifact], done: dict[str, manifest.Manifest]) -> dict[str, str]:
+    """What the last stage was made with; earlier ones have their own in their manifests."""
+    return done[artifacts[-1].label].provenance["versions"] if artifacts else {}

@@ -53,10 +53,12 @@ def main() -> None:
 
     settings = prefect.settings.get_current_settings()
     if url := answering(answers):
-        return tell(answers, url=url, temporary=False)
-    log_to(settings.home / "temporary-server.log", answers)
-    migrate(settings.home / "temporary-server.lock", partial(tell, answers))
-    serve(answers)
+        tell(answers, url=url, temporary=False)
+    else:
+        tell(answers, say="starting a temporary Prefect server for this run: some seconds")
+        log_to(settings.home / "temporary-server.log", answers)
+        migrate(settings.home / "temporary-server.lock", answers)
+        serve(answers)
 
 
 def tell(answers: IO[str], **facts: Any) -> None:
@@ -99,7 +101,7 @@ def answering(answers: IO[str]) -> str | None:
     return api.url
 
 
-def migrate(lock: Path, told: Callable[..., None]) -> None:
+def migrate(lock: Path, answers: IO[str]) -> None:
     """Bring the database to this Prefect's schema; of two processes one does it."""
     from prefect.server.database import provide_database_interface
 
@@ -107,7 +109,7 @@ def migrate(lock: Path, told: Callable[..., None]) -> None:
         return
     with exclusive(lock):
         if not is_current():
-            told(say="preparing Prefect's database, once for each version of Prefect")
+            tell(answers, say="preparing Prefect's database, once for each version of Prefect")
             asyncio.run(provide_database_interface().create_db())
 
 
@@ -197,19 +199,25 @@ def settle(run: str, *, num_tasks: int) -> None:
     ours = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
     crashed = Crashed(message="The process that carried out this run ended before the run did.")
     with get_client(sync_client=True) as client:
-        state = client.read_flow_run(flow_run_id).state
-        cut_off = state is None or not state.is_final()
-        if cut_off:
-            client.set_flow_run_state(flow_run_id, crashed, force=True)
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < deadline:
-            tasks = client.read_task_runs(flow_run_filter=ours)
-            open_ = [task for task in tasks if task.state is None or not task.state.is_final()]
-            if len(tasks) >= num_tasks and (cut_off or not open_):
-                break
-            time.sleep(0.05)
-        for task in open_ if cut_off else ():
-            client.set_task_run_state(task.id, crashed, force=True)
+        stored = partial(client.read_task_runs, flow_run_filter=ours)
+        if is_final(client.read_flow_run(flow_run_id)):
+            wait_until(lambda: sum(map(is_final, stored())) >= num_tasks)
+            return
+        client.set_flow_run_state(flow_run_id, crashed, force=True)
+        wait_until(lambda: len(stored()) >= num_tasks)
+        for task in stored():
+            if not is_final(task):
+                client.set_task_run_state(task.id, crashed, force=True)
+
+
+def is_final(run: Any) -> bool:
+    return run.state is not None and run.state.is_final()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < deadline and not condition():
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,23 @@
 """Every stage, by name. A new stage is one module here and one line below."""
 
 from stages.base import Stage
+from stages.convert import convert
 from stages.dpo import dpo
+from stages.evaluate import evaluate
+from stages.fetch import fetch
+from stages.prepare_data import prepare_data
 from stages.sft import sft
+from stages.tokenize_data import tokenize_data
 
-STAGES = {stage.name: stage for stage in (Stage(sft), Stage(dpo))}
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage(fetch, online=True),
+        Stage(prepare_data),
+        Stage(tokenize_data),
+        Stage(sft),
+        Stage(dpo),
+        Stage(convert),
+        Stage(evaluate),
+    )
+}

@@ -17,6 +17,7 @@ from stages.checkpoint.adapter import Adapter, faults, peft_weights, read_adapte
 from stages.checkpoint.architecture import Architecture, architecture
 from stages.checkpoint.facts import describe, quantization
 from stages.checkpoint.faults import validate
+from stages.checkpoint.json_files import read_json_if_there
 from stages.checkpoint.layouts import is_adapter, layout
 from stages.checkpoint.merge import merge
 from stages.checkpoint.readers import open_weights
@@ -51,26 +52,35 @@ def convert(config: Convert, ctx: Context, *, trained: Path, base: Path) -> Metr
     started = time.monotonic()
     source, origin = _model(trained), _model(base)
     partial = _fresh(ctx.out)
-    settings = companions.model_config(source, origin)
-    companions.write_config(partial, settings, dtype=config.export_dtype)
-    plan = architecture(partial)
-    adapter = _adapter(source) if is_adapter(source) else None
-    whole = _merged(origin, adapter, plan) if adapter else _trained_whole(source, settings)
-    weights, tied = settle(whole, plan.aliases)
-    companions.write_config(partial, settings, dtype=config.export_dtype, tied=tied)
-    companions.copy_tokenizer(partial, source, origin)
-    companions.write_generation_config(partial, source, origin)
-    shape = {"dtype": config.export_dtype, "max_shard_size": config.max_shard_size}
-    export.write(weights, partial, **shape)
-    _check(partial, config.export_dtype)
+    adapter = _adapter(source) if _is_adapted(source) else None
+    untied = _write(config, partial, source=source, origin=origin, adapter=adapter)
+    if lines := validate(partial, config.export_dtype):
+        raise StageError(_listed(f"{partial}: faults in the export", lines))
     if adapter and config.keep_adapter:
         _keep(adapter, source, ctx.out)
     _publish(partial, ctx.out / "model")
     return {
-        **_figures(ctx.out / "model", seconds=time.monotonic() - started),
-        **_provenance(source, origin, settings, adapter),
-        "untied": bool(plan.aliases) and not tied,
+        "seconds": time.monotonic() - started,
+        "untied": untied,
+        **_figures(ctx.out / "model", source, origin, adapter),
     }
+
+
+def _write(
+    config: Convert, partial: Path, *, source: Path, origin: Path, adapter: Adapter | None
+) -> bool:
+    """Fill ``partial``; whether ends that the base's config ties had to be untied."""
+    dtype = config.export_dtype
+    settings = companions.model_config(source, origin)
+    companions.write_config(partial, settings, dtype=dtype)
+    plan = architecture(partial)
+    whole = _merged(origin, adapter, plan) if adapter else _whole(source, settings)
+    weights, tied = settle(whole.without(plan.unread(whole.specs)), plan.aliases)
+    companions.write_config(partial, settings, dtype=dtype, tied=tied)
+    companions.copy_tokenizer(partial, source, origin)
+    companions.write_generation_config(partial, source, origin)
+    export.write(weights, partial, dtype=dtype, max_shard_size=config.max_shard_size)
+    return bool(plan.aliases) and not tied
 
 
 def _check_alone() -> None:
@@ -109,7 +119,7 @@ def _fresh(out: Path) -> Path:
     return partial
 
 
-def _trained_whole(source: Path, settings: Mapping[str, Any]) -> Weights:
+def _whole(source: Path, settings: Mapping[str, Any]) -> Weights:
     if held := quantization(settings):
         raise StageError(
             f"{source}: its weights are held in {held}, from which the model's own cannot be had "
@@ -118,10 +128,14 @@ def _trained_whole(source: Path, settings: Mapping[str, Any]) -> Weights:
     return open_weights(source)
 
 
+def _is_adapted(source: Path) -> bool:
+    return is_adapter(source) or layout(source) == "adapter"
+
+
 def _adapter(source: Path) -> Adapter:
     adapter = read_adapter(source)
     if lines := faults(adapter):
-        raise StageError(f"{source}: {len(lines)} faults in the adapter\n" + "\n".join(lines))
+        raise StageError(_listed(f"{source}: faults in the adapter", lines))
     return adapter
 
 
@@ -133,9 +147,8 @@ def _merged(origin: Path, adapter: Adapter, plan: Architecture) -> Weights:
     return merge(open_weights(origin), adapter, aliases=plan.aliases)
 
 
-def _check(partial: Path, dtype: str) -> None:
-    if lines := validate(partial, dtype):
-        raise StageError(f"{partial}: {len(lines)} faults in the export\n" + "\n".join(lines))
+def _listed(what: str, lines: tuple[str, ...]) -> str:
+    return "\n".join((f"{what} ({len(lines)}):", *lines)) if lines[1:] else f"{what}: {lines[0]}"
 
 
 def _keep(adapter: Adapter, source: Path, out: Path) -> None:
@@ -152,25 +165,16 @@ def _publish(partial: Path, final: Path) -> None:
     partial.rename(final)
 
 
-def _figures(model: Path, *, seconds: float) -> dict[str, Any]:
+def _figures(model: Path, source: Path, origin: Path, adapter: Adapter | None) -> dict[str, Any]:
+    """What was made, of what. ``base_precision`` is how the base was held while an adapter was
+    trained, ``merged_into`` the types of the weights it was merged into: QLoRA's are not the same.
+    """
     facts = describe(model)
-    return {
-        "seconds": seconds,
-        "parameters": facts["parameters"],
-        "bytes": facts["bytes"],
-        "dtypes": facts["dtypes"],
-        "tied": facts["tied"],
-    }
-
-
-def _provenance(
-    source: Path, origin: Path, settings: Mapping[str, Any], adapter: Adapter | None
-) -> dict[str, Any]:
-    """``base_precision`` is how the base was held while the adapter was trained, ``merged_into``
-    the types of the weights it was merged into: for QLoRA the two differ."""
-    figures: dict[str, Any] = {"layout": layout(source)}
+    made = {key: facts[key] for key in ("parameters", "bytes", "dtypes", "tied")}
+    figures = {"layout": layout(source), **made}
     if adapter:
+        trained = read_json_if_there(source / "config.json")
         figures["merged_parameters"] = len(adapter.updates)
-        figures["base_precision"] = quantization(settings) or settings.get("dtype")
+        figures["base_precision"] = quantization(trained) or trained.get("dtype")
         figures["merged_into"] = "+".join(describe(origin)["dtypes"] or ())
     return figures

@@ -70,8 +70,8 @@ def evaluate(
     """Measure ``MODEL/model`` on the splits in ``data`` (an output of tokenize_data).
 
     ``baseline`` is an earlier output of this stage for another model on the same data; it gives
-    the paired changes and is the reference of implicit rewards. Returns numbers, and estimates
-    ``{"value", "low", "high", "n"}``, under
+    the paired changes and is the reference of implicit rewards. Returns ``confidence``, and
+    numbers or estimates ``{"value", "low", "high", "n"}`` under
 
     - ``conversations/``: ``loss`` (nats a trained token), ``perplexity``, ``tokens``; if answers
       were generated ``exact_match``, ``stopped``, ``answer_tokens``; with a baseline
@@ -228,7 +228,7 @@ def _measure(
     before: Sequence[Mapping[str, Any]] | None,
 ) -> Metrics:
     intervals = Intervals(config.confidence, config.bootstrap_samples, config.seed)
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, Any] = {"confidence": config.confidence}
     for name in dict.fromkeys(item["set"] for item in found):
         places = [place for place, item in enumerate(found) if item["set"] == name]
         now = [found[place] for place in places]

@@ -92,7 +92,7 @@ def write(out: Path, manifest: Manifest) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write aside, sync and rename, so that a reader sees the old text or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from configs import Config
 from stages.base import Context, Metrics, StageError
-from stages.data import quarantine, readers, shapes, splits
+from stages.data import lines, quarantine, readers, shapes, splits
 from stages.data.quarantine import Reject
 from stages.data.rules import RowError
 from stages.data.shapes import ConversationShape, Kind, PreferenceShape
@@ -161,7 +161,7 @@ def _usable(
     length = shapes.num_chars(row)
     if config.max_chars is not None and length > config.max_chars:
         raise RowError("too_long", f"{length} characters, max_chars is {config.max_chars}")
-    line = json.dumps(row, ensure_ascii=False)
+    line = lines.dump(row)
     return splits.row(source, line, opening=shapes.opening(row), seed=config.seed)
 
 
@@ -182,7 +182,7 @@ def _split(config: PrepareData, out: Path, kind: Kind, files: Sequence[Harvest])
     kept = {side: splits.cap(held, _limit(config, kind, side)) for side, held in sides.items()}
     for side, held in kept.items():
         (out / kind).mkdir(exist_ok=True)
-        write_atomically(out / kind / f"{side}.jsonl", "".join(f"{row.line}\n" for row in held))
+        write_atomically(out / kind / f"{side}.jsonl", lines.join(row.line for row in held))
     return {
         "totals": _totals(files, kept),
         "sources": {file.file: _source(file, kept) for file in files},

@@ -229,18 +229,42 @@ def in_order(dataset: "Dataset", *, config: Training) -> "Dataset":
 def adjust_arguments(args: Any, ctx: Context) -> None:
     """What the backend asks of accelerate beyond the trainer's own argument names."""
     plugin = dict(ctx.trainer_args.get("fsdp_plugin", {}))
-    if reduce_dtype := plugin.get("reduce_dtype"):
-        compute = "bfloat16" if args.bf16 else "float32"
-        args.fsdp_plugin_args["mixed_precision_policy"] = {
-            "param_dtype": compute,
-            "reduce_dtype": reduce_dtype,
-        }
+    if plugin and args.bf16:
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # accelerate would also cast the outputs to bfloat16, the loss itself among them.
+        args.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=getattr(torch, plugin["reduce_dtype"]),
+            output_dtype=None,
+        )
     if "dp_shard_size" in plugin:
         from accelerate.parallelism_config import ParallelismConfig
 
         args.parallelism_config = ParallelismConfig(
             dp_replicate_size=plugin["dp_replicate_size"], dp_shard_size=plugin["dp_shard_size"]
         )
+
+
+def keep_embedding_whole(trainer: "Trainer") -> None:
+    """Replicate the embedding, and a head tied to it, over the ranks that shard the body.
+
+    A unit sharded over a mesh of N replicas x 1 shard is whole in every rank, and its gradient is
+    still averaged over all of them. accelerate leaves modules alone that are units already.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    names = ("replicate", "shard")
+    mesh = init_device_mesh(
+        trainer.args.device.type, (dist.get_world_size(), 1), mesh_dim_names=names
+    )
+    embedding = trainer.model.get_input_embeddings()
+    head = trainer.model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    fully_shard([embedding, head] if tied else embedding, mesh=mesh)
 
 
 def train(trainer: "Trainer", ctx: Context) -> Metrics:
@@ -251,6 +275,8 @@ def train(trainer: "Trainer", ctx: Context) -> Metrics:
     """
     checkpoint = resume.newest(ctx.out)
     started = time.time()
+    if ctx.trainer_args.get("whole_embedding"):
+        keep_embedding_whole(trainer)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     done, asked = trainer.state.global_step, trainer.state.max_steps
     first = resume.step(checkpoint) if checkpoint else 0

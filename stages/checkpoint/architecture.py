@@ -1,6 +1,7 @@
 """What tensors a model must have, told by building it from its config without memory."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,14 @@ class Architecture:
     """Tied parameter -> the one it shares its values with; only the latter is written."""
 
     vocabulary_rows: int
+
+    ignored: tuple[str, ...] = ()
+    """Patterns of tensors that older checkpoints of the family hold and that nothing reads."""
+
+    def unread(self, names: Iterable[str]) -> set[str]:
+        """Those of ``names`` that the model does not have and that loading ignores."""
+        foreign = {name for name in names if not any(name in form for form in self.forms)}
+        return {name for name in foreign if any(re.search(p, name) for p in self.ignored)}
 
     def nearest(self, names: Mapping[str, object]) -> Shapes:
         """The form that shares most names with a checkpoint."""
@@ -55,6 +64,7 @@ def architecture(path: Path) -> Architecture:
         else (_shapes(state), _shapes(saved)),
         aliases=aliases,
         vocabulary_rows=model.get_input_embeddings().weight.shape[0],
+        ignored=tuple(model._keys_to_ignore_on_load_unexpected or ()),
     )
 
 

@@ -43,9 +43,7 @@ def model_config(trained: Path, base: Path) -> dict[str, Any]:
                 f"{trained / 'config.json'}: {key} is {config[key]!r}, and {base} has "
                 f"{start[key]!r}: that is not the base of this training"
             )
-    config.pop("use_cache", None)
-    if "use_cache" in start:
-        config["use_cache"] = start["use_cache"]
+    _restore_cache(config, start)
     names = config.get("architectures") or start.get("architectures") or []
     config["architectures"] = [name.removeprefix("FSDP") for name in names]
     return config
@@ -54,7 +52,7 @@ def model_config(trained: Path, base: Path) -> dict[str, Any]:
 def write_config(
     folder: Path, config: Mapping[str, Any], *, dtype: str, tied: bool | None = None
 ) -> None:
-    """``config.json`` of plain, unquantised weights in ``dtype``; ``tied`` unset leaves its word."""
+    """``config.json`` of plain, unquantised weights in ``dtype``; ``tied`` unset is as it was."""
     gone = ("quantization_config", "torch_dtype", "_name_or_path")
     kept = {key: value for key, value in config.items() if key not in gone}
     kept["dtype"] = dtype
@@ -85,7 +83,9 @@ def write_generation_config(folder: Path, trained: Path, base: Path) -> None:
     Raises :class:`StageError` when the template cannot be rendered.
     """
     name = "generation_config.json"
-    values = read_json_if_there(trained / name) or read_json_if_there(base / name)
+    start = read_json_if_there(base / name)
+    values = read_json_if_there(trained / name) or dict(start)
+    _restore_cache(values, start)
     config = read_json(folder / "config.json")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if config.get(key) is not None:
@@ -99,6 +99,12 @@ def write_generation_config(folder: Path, trained: Path, base: Path) -> None:
     if stops:
         values["eos_token_id"] = stops if len(stops) > 1 else stops[0]
     _write_json(folder / name, values)
+
+
+def _restore_cache(values: dict[str, Any], start: Mapping[str, Any]) -> None:
+    values.pop("use_cache", None)
+    if "use_cache" in start:
+        values["use_cache"] = start["use_cache"]
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

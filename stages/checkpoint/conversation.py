@@ -99,7 +99,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     if not found:
         raise StageError("the chat template drops the assistant's answer")
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-    special = _special_ids(tokenizer)
+    special = _special_ids(tokenizer) - {tokenizer.unk_token_id}
     return next((i for i in ids if i in special), tokenizer.eos_token_id)
 
 

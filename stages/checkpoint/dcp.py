@@ -1,6 +1,7 @@
 """Reads the distributed checkpoint that accelerate writes for a sharded FSDP model."""
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,9 @@ def _read(folder: Path, reader: Any, key: str, spec: Spec) -> "Tensor":
 
     tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
     try:
-        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise StageError(f"{folder}: {key} cannot be read ({reason!r})") from None

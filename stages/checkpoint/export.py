@@ -90,7 +90,7 @@ def _bytes_of(tensor: Tensor, spec: Spec) -> memoryview:
 
     assert tuple(tensor.shape) == spec.shape, (tensor.shape, spec.shape)
     cast = tensor.to(getattr(torch, spec.dtype)).contiguous()
-    return memoryview(cast.reshape(-1).view(torch.uint8).numpy())
+    return cast.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _target(dtype: str, asked: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from stages.base import StageError
 from stages.checkpoint import adapter
@@ -144,10 +145,13 @@ def _load(path: Path) -> Iterator[str]:
     from transformers import AutoModelForCausalLM
 
     try:
-        _, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         yield f"{path}: from_pretrained fails: {str(error).splitlines()[0]}"
         return
+    info = loaded[1]
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info[kind]:
             yield f"{path}: from_pretrained reports {kind}: {sorted(map(str, info[kind]))[:3]}"

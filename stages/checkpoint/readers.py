@@ -1,6 +1,7 @@
 """Opens a checkpoint folder of any layout as :class:`Weights` under the bare model's names."""
 
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,11 +83,11 @@ def _read_entry(entry: Entry) -> "Tensor":
         )
     with entry.file.open("rb", buffering=0) as stream:
         stream.seek(entry.start)
-        _fill(stream, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), entry.file)
+        _fill(stream, tensor.reshape(-1).view(torch.uint8).numpy().data, entry.file)
     return tensor
 
 
-def _fill(stream, view: memoryview, file: Path) -> None:  # type: ignore[no-untyped-def]
+def _fill(stream: FileIO, view: memoryview, file: Path) -> None:
     done = 0
     while done < len(view):
         count = stream.readinto(view[done:])

@@ -86,13 +86,13 @@ def _trained_cut(
 
 
 def _frozen_whole(model: Mapping[str, Any]) -> Pieces:
-    shapes, fragments = model.get("frozen_param_shapes"), model.get("frozen_param_fragments")
-    return {n: (tuple(shape), (fragments[n].reshape(-1),)) for n, shape in (shapes or {}).items()}
+    shapes, fragments = model.get("frozen_param_shapes") or {}, model["frozen_param_fragments"]
+    return {n: (tuple(shape), (fragments[n].reshape(-1),)) for n, shape in shapes.items()}
 
 
 def _frozen_cut(models: Sequence[Mapping[str, Any]]) -> Pieces:
     shapes = models[0].get("frozen_param_shapes") or {}
-    parts = [model.get("frozen_param_fragments") for model in models]
+    parts = [model["frozen_param_fragments"] for model in models]
     return {n: (tuple(shape), tuple(part[n] for part in parts)) for n, shape in shapes.items()}
 
 

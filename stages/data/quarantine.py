@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.base import StageError
+from stages.data import lines
 from stages.data.readers import Place
 from stages.data.rules import RowError
 from stages.manifest import write_atomically
@@ -39,12 +40,10 @@ def write(out: Path, rejects: Mapping[str, Sequence[Reject]]) -> None:
 
     The keys of ``rejects`` say what the rows are, and stand in the field ``kind``.
     """
-    lines = [
-        json.dumps({"kind": kind, **_entry(bad)}, ensure_ascii=False) + "\n"
-        for kind, rows in rejects.items()
-        for bad in rows
-    ]
-    write_atomically(out / NAME, "".join(lines))
+    entries = (
+        lines.dump({"kind": kind, **_entry(bad)}) for kind, rows in rejects.items() for bad in rows
+    )
+    write_atomically(out / NAME, lines.join(entries))
 
 
 def _entry(bad: Reject) -> dict[str, Any]:

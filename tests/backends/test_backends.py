@@ -36,7 +36,7 @@ def test_one_node_meets_on_a_free_port_and_more_nodes_meet_where_the_cluster_say
 
 
 def test_fsdp_plan_matches_the_record() -> None:
-    launch = FSDP(sharding="hybrid", reduce_dtype="float32", checkpoints="sharded").plan(GPUS, "x")
+    launch = FSDP(sharding="hybrid", reduce_dtype="bfloat16", checkpoints="sharded").plan(GPUS, "x")
     assert launch.trainer_args == {
         "use_cpu": False,
         "gradient_checkpointing": False,
@@ -52,7 +52,7 @@ def test_fsdp_plan_matches_the_record() -> None:
             "activation_checkpointing": True,
             "state_dict_type": "SHARDED_STATE_DICT",
         },
-        "fsdp_plugin": {"reduce_dtype": "float32", "dp_replicate_size": 2, "dp_shard_size": 8},
+        "fsdp_plugin": {"reduce_dtype": "bfloat16", "dp_replicate_size": 2, "dp_shard_size": 8},
         "whole_embedding": False,
     }
     assert launch.promise == {"wrapper": "fsdp", "world_size": 16, "shard_ranks": 8}

@@ -382,7 +382,7 @@ def test_data_without_preferences(
 ) -> None:
     alone = save_data(tmp_path, {"conversations/test": splits["conversations/test"][:3]})
     metrics, _ = run(models["base"], data=alone)
-    assert {key.partition("/")[0] for key in metrics} == {"conversations"}
+    assert {key.partition("/")[0] for key in metrics} == {"confidence", "conversations"}
 
 
 # Ranks

@@ -1,0 +1,333 @@
+"""Figures of a run: training curves, and the scores of its models."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+"""The rows of a ``metrics.jsonl``."""
+
+Scores = Mapping[str, Mapping[str, Any]]
+"""The measures of each model, in the order of the run."""
+
+LN2 = math.log(2)
+NOISY = 30
+"""From so many points on, a noisy curve is drawn as dots and their running mean."""
+
+BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
+DPI = 110
+WIDTH, HEIGHT = 8.2, 2.7
+"""Of a figure with two or three panels, in inches: about the width of a README."""
+
+MARGINS = (0.72, 0.48, 0.12, 0.3)
+"""Inches around a panel's axes for its labels: left, bottom, right, top."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: a column of ``metrics.jsonl``, divided by ``unit``."""
+
+    key: str
+    colour: str = BLUE
+    name: str = ""
+    unit: float = 1.0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A horizontal line that says where a value stands for something."""
+
+    value: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over the optimizer steps of each training that logged them."""
+
+    title: str
+    ylabel: str
+    lines: tuple[Line, ...]
+    low: float | None = None
+    """Where the axis starts; None fits it to the data."""
+
+    high: float | None = None
+    """Where it ends, if ``low`` is given."""
+
+    marks: tuple[Mark, ...] = ()
+    marks_if: str = ""
+    """The marks mean something only where this column was logged too."""
+
+    wide: bool = False
+    """Use a logarithmic axis when the values span more than two powers of ten."""
+
+    power: bool = False
+    """Write the common power of ten into the label."""
+
+    noisy: bool = True
+    """Values jump from step to step, so that a running mean shows more than they do."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A file with a row of panels."""
+
+    file: str
+    caption: str
+    panels: tuple[Panel, ...]
+
+
+REWARDS = (
+    Line("rewards/chosen", GREEN, "chosen"),
+    Line("rewards/rejected", ORANGE, "rejected"),
+    Line("rewards/margins", BLUE, "margin"),
+)
+
+FIGURES = (
+    Figure(
+        "loss.png",
+        "Training loss",
+        (
+            Panel(
+                "loss",
+                "loss (nats)",
+                (Line("loss"),),
+                marks=(Mark(LN2, "ln 2: policy = reference"),),
+                marks_if="rewards/margins",
+            ),
+        ),
+    ),
+    Figure(
+        "preferences.png",
+        "Implicit rewards and preference accuracy on the training batches",
+        (
+            Panel("implicit rewards", "reward (beta x nats)", REWARDS, marks=(Mark(0, ""),)),
+            Panel(
+                "preference accuracy",
+                "pairs with margin > 0 (%)",
+                (Line("rewards/accuracies", unit=0.01),),
+                low=0,
+                high=105,
+                marks=(Mark(50, "chance"),),
+            ),
+        ),
+    ),
+    Figure(
+        "learning_rate.png",
+        "Learning rate",
+        (
+            Panel(
+                "learning rate",
+                "learning rate",
+                (Line("learning_rate"),),
+                low=0,
+                power=True,
+                noisy=False,
+            ),
+        ),
+    ),
+    Figure(
+        "gradient_norm.png",
+        "Gradient norm before clipping",
+        (Panel("gradient norm", "gradient norm", (Line("grad_norm"),), low=0, wide=True),),
+    ),
+    Figure(
+        "throughput.png",
+        "Tokens a second, all ranks together",
+        (Panel("throughput", "tokens / s", (Line("tokens_per_second"),), low=0),),
+    ),
+    Figure(
+        "memory.png",
+        "Peak memory of rank 0",
+        (Panel("memory", "memory (GiB)", (Line("memory_bytes", unit=2**30),), low=0, noisy=False),),
+    ),
+)
+
+SCORES = "scores.png"
+PERCENT = 0.01
+
+
+def draw(folder: Path, trainings: Mapping[str, Rows], scores: Scores) -> list[tuple[str, str]]:
+    """Write the figures into ``folder``; return (file, caption) of those with something to show.
+
+    Figures of an earlier run that this one has nothing for are removed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = [("Scores with their intervals", SCORES, _draw_scores(scores))]
+    shown += [(each.caption, each.file, _draw_curves(each, trainings)) for each in FIGURES]
+    for _, file, figure in shown:
+        path = folder / file
+        if figure is None:
+            path.unlink(missing_ok=True)
+            continue
+        partial = path.with_name(f"{file}.partial")
+        figure.savefig(partial, format="png", dpi=DPI, pil_kwargs={"compress_level": 2})
+        partial.rename(path)
+    return [(file, caption) for caption, file, figure in shown if figure is not None]
+
+
+def _draw_curves(figure: Figure, trainings: Mapping[str, Rows]) -> Any:
+    """A matplotlib figure with a panel for each training that has the curves, or None."""
+    jobs: list[tuple[str, Callable[[Any], None]]] = []
+    for panel in figure.panels:
+        for label, rows in trainings.items():
+            if any(line.key in row for line in panel.lines for row in rows):
+                jobs.append((f"{label}: {panel.title}", _curves(panel, rows)))
+    return _canvas(jobs) if jobs else None
+
+
+def _canvas(jobs: Sequence[tuple[str, Callable[[Any], None]]]) -> Any:
+    """A row of panels, each drawn by its job. No pyplot: it would keep every figure alive."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Canvas
+
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#e6e6e6",
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+    }
+    with rc_context(style):
+        # Fixed margins: a layout engine draws everything twice, half of the report's time.
+        left, bottom, right, top = MARGINS
+        panel = WIDTH / min(max(len(jobs), 2), 3)
+        width = panel * max(len(jobs), 2)
+        canvas = Canvas(figsize=(width, HEIGHT))
+        for place, (title, job) in enumerate(jobs):
+            corner = (place * panel + left) / width, bottom / HEIGHT
+            size = (panel - left - right) / width, (HEIGHT - bottom - top) / HEIGHT
+            axis = canvas.add_axes((*corner, *size))
+            axis.margins(y=0.12)
+            axis.set_title(title, y=1.0)
+            job(axis)
+    return canvas
+
+
+def _curves(panel: Panel, rows: Rows) -> Callable[[Any], None]:
+    def job(axis: Any) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        power = _power(panel, rows)
+        for line in panel.lines:
+            points = [
+                (r["step"], r[line.key] / line.unit / 10**power) for r in rows if line.key in r
+            ]
+            _plot(axis, points, line, noisy=panel.noisy)
+        if not panel.marks_if or any(panel.marks_if in row for row in rows):
+            for mark in panel.marks:
+                _mark(axis, mark)
+        axis.set_xlabel("optimizer step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axis.set_ylabel(panel.ylabel + (rf" ($\times 10^{{{power}}}$)" if power else ""))
+        _limit(axis, panel, rows)
+        if len(panel.lines) > 1:
+            axis.legend(loc="best", fontsize=8)
+
+    return job
+
+
+def _plot(axis: Any, points: Sequence[tuple[float, float]], line: Line, *, noisy: bool) -> None:
+    steps, values = [p[0] for p in points], [p[1] for p in points]
+    if len(points) >= NOISY and noisy:
+        axis.plot(steps, values, ".", color=line.colour, markersize=5, alpha=0.3, markeredgewidth=0)
+        axis.plot(steps, running_mean(values), color=line.colour, linewidth=1.6, label=line.name)
+    else:
+        size = 3.5 if len(points) < NOISY else 0
+        axis.plot(steps, values, "-o", color=line.colour, markersize=size, label=line.name)
+
+
+def running_mean(values: Sequence[float]) -> list[float]:
+    """The mean over a twentieth of the values around each one, over fewer at the two ends."""
+    half = max(1, len(values) // 40)
+    reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
+    windows = [values[i - r : i + r + 1] for i, r in enumerate(reach)]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _mark(axis: Any, mark: Mark) -> None:
+    axis.axhline(mark.value, color=GREY, linewidth=0.9, linestyle="--", zorder=1)
+    if mark.name:
+        axis.annotate(
+            mark.name,
+            (1, mark.value),
+            xycoords=axis.get_yaxis_transform(),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            color=GREY,
+            fontsize=8,
+        )
+
+
+def _power(panel: Panel, rows: Rows) -> int:
+    """The power of ten of the largest value, where the panel wants it in its label."""
+    if not panel.power:
+        return 0
+    largest = max(row.get(line.key, 0.0) for line in panel.lines for row in rows)
+    return math.floor(math.log10(largest)) if largest > 0 else 0
+
+
+def _limit(axis: Any, panel: Panel, rows: Rows) -> None:
+    values = [row[line.key] for line in panel.lines for row in rows if row.get(line.key, 0) > 0]
+    if panel.wide and values and max(values) > 100 * min(values):
+        axis.set_yscale("log")
+        return
+    if panel.low is not None:
+        # Margins are not added to an axis that ends are set for.
+        axis.set_ylim(panel.low, panel.high or 1.12 * axis.dataLim.y1 or 1)
+
+
+def _draw_scores(scores: Scores) -> Any:
+    """Loss, exact match and preference accuracy of each model, with intervals, or None."""
+    jobs: list[tuple[str, Callable[[Any], None]]] = []
+    panels = (
+        ("held-out loss", "nats a token", 1.0, {"": "conversations/loss"}),
+        ("exact match", "%", PERCENT, {"": "conversations/exact_match"}),
+        (
+            "preference accuracy",
+            "%",
+            PERCENT,
+            {"held out": "preferences/test/accuracy", "training": "preferences/train/accuracy"},
+        ),
+    )
+    for title, ylabel, unit, keys in panels:
+        present = {n: k for n, k in keys.items() if any(k in found for found in scores.values())}
+        if present:
+            jobs.append((title, _score_panel(scores, ylabel, unit, present)))
+    return _canvas(jobs) if jobs else None
+
+
+def _score_panel(
+    scores: Scores, ylabel: str, unit: float, keys: Mapping[str, str]
+) -> Callable[[Any], None]:
+    def job(axis: Any) -> None:
+        for shift, (name, key) in enumerate(keys.items()):
+            found = [(place, m[key]) for place, m in enumerate(scores.values()) if key in m]
+            places = [place + 0.12 * (shift - (len(keys) - 1) / 2) for place, _ in found]
+            values = [e["value"] / unit for _, e in found]
+            errors = [
+                [(e["value"] - e["low"]) / unit for _, e in found],
+                [(e["high"] - e["value"]) / unit for _, e in found],
+            ]
+            colour = (BLUE, ORANGE)[shift]
+            axis.errorbar(
+                places, values, errors, fmt="o-", color=colour, markersize=5, capsize=3,
+                linewidth=1.2, label=name,
+            )  # fmt: skip
+        axis.set_xticks(range(len(scores)), list(scores))
+        axis.set_xlim(-0.4, len(scores) - 0.6)
+        axis.grid(axis="x", visible=False)
+        axis.set_ylabel(ylabel)
+        if unit == PERCENT:
+            axis.set_ylim(-3, 103)
+        if len(keys) > 1:
+            axis.legend(loc="lower right", fontsize=8)
+
+    return job

@@ -1,0 +1,545 @@
+"""Conversion of what real sharded training left, compared bit for bit with the training side."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.base import Resources, torchrun
+from stages import manifest
+from stages.base import Context, StageError
+from stages.checkpoint import describe, validate
+from stages.convert import Convert, convert
+from tests.stages.write_shards import CASES, with_adapter, write_base
+
+SCRIPT = Path(__file__).with_name("write_shards.py")
+ROOT = Path(__file__).parents[2]
+FULL = [case for case in CASES if "full" in case]
+ADAPTED: Mapping[str, Mapping[str, Any]] = {
+    "dcp_lora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_rslora": True},
+    "zero2_lora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_rslora": True},
+    "dcp_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
+    "zero3_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
+    "dcp_qlora": {},
+}
+FLOAT32 = Convert(export_dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case of write_shards.py, written by two gloo ranks."""
+    out = tmp_path_factory.mktemp("shards")
+    argv = torchrun(Resources(ranks_per_node=2), str(SCRIPT), str(out))
+    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bases")
+    write_base(out / "tied" / "model", tie=True)
+    write_base(out / "untied" / "model", tie=False)
+    return out
+
+
+@pytest.fixture(scope="session")
+def exports(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Every case of ``shards`` converted to float32."""
+    out = tmp_path_factory.mktemp("exports")
+    for case, (base, *_) in CASES.items():
+        convert(FLOAT32, Context(out / case), trained=shards / case, base=shards / "base" / base)
+    return {case: out / case for case in CASES}
+
+
+def weights(output: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    files = sorted((output / "model").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_equal(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    import torch
+
+    assert got.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(got[name], wanted[name])]
+    assert not different
+
+
+def load(model: Path, **settings: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype="float32", **settings)
+
+
+def untied(model: Path) -> Any:
+    """The model with a head of its own, so that PEFT merges each end by itself."""
+    import torch
+
+    loaded = load(model, tie_word_embeddings=False)
+    head = load(model).get_output_embeddings().weight
+    loaded.get_output_embeddings().weight = torch.nn.Parameter(head.detach().clone())
+    return loaded
+
+
+def logits(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(4, 40).reshape(2, 18)).logits
+
+
+# Full models, sharded
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_full_shards_become_the_training_sides_weights(
+    shards: Path, exports: Mapping[str, Path], case: str
+) -> None:
+    import torch
+
+    wanted = torch.load(shards / case / "expected.pt", weights_only=True)
+    tied = "untied" not in case
+    if tied:
+        wanted.pop("lm_head.weight", None)
+    assert_equal(weights(exports[case]), {n: t.float() for n, t in wanted.items()})
+    facts = describe(exports[case] / "model")
+    assert (facts["tied"], facts["dtypes"].keys()) == (tied, {"float32"})
+
+
+def test_a_sharded_export_in_bfloat16_is_the_float32_one_cast(
+    shards: Path, exports: Mapping[str, Path], tmp_path: Path
+) -> None:
+    import torch
+
+    config = Convert(export_dtype="bfloat16", max_shard_size="20KB")
+    figures = convert(
+        config,
+        Context(tmp_path),
+        trained=shards / "zero3_full_untied",
+        base=shards / "base" / "untied",
+    )
+    assert figures["dtypes"].keys() == {"bfloat16"}
+    exact = weights(exports["zero3_full_untied"])
+    assert_equal(weights(tmp_path), {n: t.to(torch.bfloat16) for n, t in exact.items()})
+    files = sorted(p.name for p in (tmp_path / "model").glob("*.safetensors"))
+    assert files == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert all((tmp_path / "model" / f).stat().st_size < 24_000 for f in files)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+# Adapters in shards
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_in_shards_merge_as_peft_does(
+    shards: Path, exports: Mapping[str, Path], case: str
+) -> None:
+    import torch
+
+    state = torch.load(shards / case / "expected.pt", weights_only=True)
+    base = shards / "base" / CASES[case][0] / "model"
+    model = with_adapter(untied(base), **{"target_modules": "all-linear", **ADAPTED[case]})
+    trained = {n: t for n, t in state.items() if "lora_" in n or "modules_to_save" in n}
+    assert trained
+    assert not model.load_state_dict(trained, strict=False).unexpected_keys
+    wanted = logits(model)
+    assert_equal(weights(exports[case]), model.merge_and_unload().state_dict())
+    assert torch.allclose(logits(load(exports[case] / "model")), wanted, atol=1e-5)
+    assert not torch.allclose(logits(load(base)), wanted, atol=1e-2)
+
+
+def test_an_adapter_on_one_end_of_a_tie_unties_the_export(shards: Path, tmp_path: Path) -> None:
+    import torch
+
+    figures = convert(
+        FLOAT32,
+        Context(tmp_path),
+        trained=shards / "zero2_lora",
+        base=shards / "base" / "tied",
+    )
+    assert figures["untied"] is True
+    got = weights(tmp_path)
+    assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"])
+    assert_equal(
+        {"head": got["lm_head.weight"]},
+        {"head": weights(shards / "base" / "tied")["model.embed_tokens.weight"]},
+    )
+
+
+def test_qlora_merges_into_the_unquantised_base(shards: Path, tmp_path: Path) -> None:
+    figures = convert(
+        Convert(), Context(tmp_path), trained=shards / "dcp_qlora", base=shards / "base" / "even"
+    )
+    assert (figures["base_precision"], figures["merged_into"]) == ("nf4", "float32")
+    assert describe(shards / "dcp_qlora" / "model")["quantization"] == "nf4"
+    assert describe(tmp_path / "model")["quantization"] is None
+
+
+def test_exports_load_in_a_fresh_process(exports: Mapping[str, Path]) -> None:
+    program = (
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "for folder in sys.argv[1:]:\n"
+        "    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)\n"
+        "    assert not any(info.values()), info\n"
+        "    turn = [{'role': 'user', 'content': 'w3 w4'}]\n"
+        "    ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(\n"
+        "        turn, add_generation_prompt=True, return_tensors='pt')\n"
+        "    answer = model.generate(**ids, max_new_tokens=3, do_sample=False)\n"
+        "    assert 3 in model.generation_config.eos_token_id\n"
+        "    print('loaded', model.dtype)\n"
+    )
+    folders = [str(out / "model") for out in exports.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *folders], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[:-1] == ["loaded torch.float32"] * len(folders)
+
+
+# Adapters as PEFT saves them
+
+
+def save_adapter(out: Path, base: Path, **settings: Any) -> Any:
+    model = with_adapter(untied(base / "model"), **settings)
+    model.save_pretrained(out / "model")
+    return model
+
+
+def gpt2(out: Path) -> None:
+    """A family whose layers are stored (inputs, outputs)."""
+    import torch
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    write_base(out / "llama", tie=False)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 67}
+    config = GPT2Config(**sizes, eos_token_id=1, bos_token_id=1, tie_word_embeddings=False)
+    GPT2LMHeadModel(config).save_pretrained(out / "model")
+    AutoTokenizer.from_pretrained(out / "llama").save_pretrained(out / "model")
+
+
+PEFT_KINDS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {"target_modules": "all-linear"},
+    "rslora": {"target_modules": ["v_proj"], "use_rslora": True},
+    "dora": {"target_modules": "all-linear", "use_dora": True},
+    "patterns": {
+        "target_modules": ["q_proj", "o_proj"],
+        "rank_pattern": {"layers.0.self_attn.q_proj": 5},
+        "alpha_pattern": {"o_proj": 2},
+    },
+    "embedding_dora": {"target_modules": ["embed_tokens", "k_proj"], "use_dora": True},
+    "saved_whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("kind", PEFT_KINDS)
+def test_peft_adapters_merge_bit_for_bit(bases: Path, tmp_path: Path, kind: str) -> None:
+    import torch
+
+    model = save_adapter(tmp_path / "trained", bases / "untied", **PEFT_KINDS[kind])
+    wanted = logits(model)
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
+    assert_equal(weights(tmp_path), model.merge_and_unload().state_dict())
+    assert torch.allclose(logits(load(tmp_path / "model")), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"bias": "all"}, {"lora_bias": True}])
+def test_layers_with_biases_stored_inputs_first_merge_too(
+    tmp_path: Path, settings: Mapping[str, Any]
+) -> None:
+    import torch
+
+    gpt2(tmp_path / "base")
+    kind = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, **settings}
+    model = with_adapter(load(tmp_path / "base" / "model"), **kind)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "trained" / "model")
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=tmp_path / "base")
+    assert_equal(weights(tmp_path), model.merge_and_unload().state_dict())
+
+
+def test_a_bfloat16_merge_is_within_one_rounding_of_the_exact_one(
+    bases: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    model = save_adapter(tmp_path / "trained", bases / "untied", target_modules="all-linear")
+    convert(Convert(), Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
+    exact = model.merge_and_unload().state_dict()
+    assert_equal(weights(tmp_path), {n: t.to(torch.bfloat16) for n, t in exact.items()})
+
+
+def test_equal_ends_stay_tied_and_are_written_once(bases: Path, tmp_path: Path) -> None:
+    trained = tmp_path / "trained"
+    model = with_adapter(load(bases / "tied" / "model"), target_modules=["q_proj"])
+    model.save_pretrained(trained / "model")
+    figures = convert(FLOAT32, Context(tmp_path), trained=trained, base=bases / "tied")
+    assert (figures["tied"], figures["untied"]) == (True, False)
+    assert "lm_head.weight" not in weights(tmp_path)
+
+
+def test_a_resized_vocabulary_is_kept(bases: Path, tmp_path: Path) -> None:
+    trained = tmp_path / "trained" / "model"
+    model = load(bases / "untied" / "model")
+    model.resize_token_embeddings(70)
+    adapted = with_adapter(model, target_modules=["q_proj"])
+    adapted.save_pretrained(trained, save_embedding_layers=True)
+    model.config.save_pretrained(trained)
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
+    assert_equal(weights(tmp_path), adapted.merge_and_unload().state_dict())
+    assert describe(tmp_path / "model")["vocabulary_rows"] == 70
+
+
+@pytest.mark.parametrize("case", ["zero2_lora", "dcp_dora"])
+def test_the_adapter_can_be_kept_beside_the_merged_model(
+    shards: Path, exports: Mapping[str, Path], tmp_path: Path, case: str
+) -> None:
+    import torch
+    from peft import PeftModel
+
+    config = Convert(export_dtype="float32", keep_adapter=True)
+    base = shards / "base" / CASES[case][0]
+    convert(config, Context(tmp_path), trained=shards / case, base=base)
+    alone = PeftModel.from_pretrained(untied(base / "model"), str(tmp_path / "adapter"))
+    assert torch.allclose(logits(alone), logits(load(exports[case] / "model")), atol=1e-5)
+
+
+# Whole models in one process
+
+
+@pytest.mark.parametrize("form", ["safetensors", "indexed", "bin", "fsdp_bin"])
+def test_whole_models_are_copied(bases: Path, tmp_path: Path, form: str) -> None:
+    import torch
+
+    base = bases / "untied"
+    model = load(base / "model")
+    trained = tmp_path / "trained" / "model"
+    if form in ("safetensors", "indexed"):
+        model.save_pretrained(trained, max_shard_size="30KB" if form == "indexed" else "5GB")
+    else:
+        model.config.save_pretrained(trained)
+        name = "pytorch_model.bin" if form == "bin" else "pytorch_model_fsdp.bin"
+        state = {f"module._orig_mod.{n}": t for n, t in model.state_dict().items()}
+        torch.save(state, trained / name)
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=base)
+    assert_equal(weights(tmp_path), model.state_dict())
+
+
+def test_the_base_gives_what_training_did_not_leave(bases: Path, tmp_path: Path) -> None:
+    base, trained = bases / "untied" / "model", tmp_path / "trained" / "model"
+    model = load(base)
+    model.config.use_cache = False
+    model.save_pretrained(trained)
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
+    out = tmp_path / "model"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / name).read_text() == (base / name).read_text()
+    assert json.loads((out / "config.json").read_text())["use_cache"] is True
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [1, 3]  # the tokenizer's, and the one that ends a turn
+
+
+def test_an_interrupted_conversion_is_begun_anew(bases: Path, tmp_path: Path) -> None:
+    base = bases / "untied"
+    for leftover in ("model.partial", "model"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "model-00009-of-00009.safetensors").write_bytes(b"half")
+    convert(FLOAT32, Context(tmp_path), trained=base, base=base)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    assert validate(tmp_path / "model", "float32") == ()
+
+
+# Refusals
+
+
+def refused(tmp_path: Path, trained: Path, base: Path) -> str:
+    with pytest.raises(StageError) as error:
+        convert(FLOAT32, Context(tmp_path / "out"), trained=trained, base=base)
+    assert not (tmp_path / "out" / "model").exists()
+    return str(error.value)
+
+
+def test_a_base_that_the_training_did_not_have_is_refused(bases: Path, tmp_path: Path) -> None:
+    for name in ("trained", "base"):
+        shutil.copytree(bases / "untied", tmp_path / name)
+    start = manifest.Identity(stage="fetch", version=1, config={}, inputs={})
+    manifest.write(tmp_path / "base", manifest.Manifest(identity=start))
+    for given in (start.fingerprint, "0123456789abcdef"):
+        training = manifest.Identity(stage="sft", version=1, config={}, inputs={"model": given})
+        manifest.write(tmp_path / "trained", manifest.Manifest(identity=training))
+        if given == start.fingerprint:
+            convert(
+                FLOAT32,
+                Context(tmp_path / "good"),
+                trained=tmp_path / "trained",
+                base=tmp_path / "base",
+            )
+    message = refused(tmp_path, tmp_path / "trained", tmp_path / "base")
+    assert start.fingerprint in message
+    assert "model 0123456789abcdef" in message
+
+
+@pytest.mark.parametrize("case", ["dcp_dora", "zero3_dora"])
+def test_shards_tell_a_swapped_base_by_its_weights(shards: Path, tmp_path: Path, case: str) -> None:
+    write_base(tmp_path / "other" / "model", tie=False, seed=1)
+    message = refused(tmp_path, shards / case, tmp_path / "other")
+    assert "is not what the adapter was trained on" in message
+
+
+def test_another_architecture_is_refused(shards: Path, bases: Path, tmp_path: Path) -> None:
+    write_base(tmp_path / "even" / "model", tie=False, even=True)
+    assert "hidden_size is 35" in refused(tmp_path, bases / "untied", tmp_path / "even")
+    save_adapter(tmp_path / "trained", bases / "untied", target_modules=["q_proj"])
+    message = refused(tmp_path, tmp_path / "trained", tmp_path / "even")
+    assert "q_proj.weight by a tensor of shape (30, 35)" in message
+    gpt2(tmp_path / "gpt2")
+    message = refused(tmp_path, tmp_path / "trained", tmp_path / "gpt2")
+    assert "which its base does not have" in message
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_alpha": 0}, "drops the adapter"),
+        ({"init_lora_weights": "pissa"}, "'pissa' changes the base weights"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"target_parameters": ["experts"]}, "target_parameters"),
+    ],
+)
+def test_adapters_that_are_not_lora_are_refused(
+    bases: Path, tmp_path: Path, changes: Mapping[str, Any], said: str
+) -> None:
+    save_adapter(tmp_path / "trained", bases / "untied", target_modules=["q_proj"])
+    edit_json(tmp_path / "trained" / "model" / "adapter_config.json", **changes)
+    assert said in refused(tmp_path, tmp_path / "trained", bases / "untied")
+
+
+def edit_adapter(trained: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = trained / "model" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_damaged_adapters_are_named(bases: Path, tmp_path: Path) -> None:
+    import torch
+
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    damages: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+        (lambda t: t.update({key.format("A"): torch.empty(0, 35)}), "lora_A.weight: empty"),
+        (lambda t: t[key.format("B")].fill_(float("nan")), "not finite"),
+        (lambda t: t.pop(key.format("B")), "has one of lora_A and lora_B"),
+        (lambda t: t.clear(), "holds no weights"),
+    ]
+    for damage, said in damages:
+        save_adapter(tmp_path / "trained", bases / "untied", target_modules=["q_proj"])
+        edit_adapter(tmp_path / "trained", damage)
+        assert said in refused(tmp_path, tmp_path / "trained", bases / "untied")
+
+
+def test_a_quantised_whole_model_and_base_are_refused(bases: Path, tmp_path: Path) -> None:
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"}
+    shutil.copytree(bases / "untied", tmp_path / "nf4")
+    edit_json(tmp_path / "nf4" / "model" / "config.json", quantization_config=nf4)
+    assert "held in nf4" in refused(tmp_path, tmp_path / "nf4", bases / "untied")
+    save_adapter(tmp_path / "trained", bases / "untied", target_modules=["q_proj"])
+    message = refused(tmp_path, tmp_path / "trained", tmp_path / "nf4")
+    assert "held in nf4; an adapter is merged into plain, whole weights" in message
+
+
+def test_several_ranks_are_refused(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "2 ranks" in refused(tmp_path, bases / "untied", bases / "untied")
+
+
+def copy(shards: Path, case: str, tmp_path: Path) -> tuple[Path, Path]:
+    shutil.copytree(shards / case, tmp_path / case, dirs_exist_ok=True)
+    return tmp_path / case, shards / "base" / CASES[case][0]
+
+
+def test_damaged_shards_are_named(shards: Path, tmp_path: Path) -> None:
+    def cut(file: Path) -> None:
+        file.write_bytes(file.read_bytes()[:-2000])
+
+    dcp, zero = "dcp_full_untied", "zero3_full_untied"
+    rank1 = "global_step1/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    damages: list[tuple[str, Callable[[Path], Any], str]] = [
+        (dcp, lambda m: (m / "pytorch_model_fsdp_0/.metadata").unlink(), "this save was cut off"),
+        (dcp, lambda m: cut(m / "pytorch_model_fsdp_0/__1_0.distcp"), "cannot be read"),
+        (dcp, lambda m: (m / "pytorch_model_fsdp_0/__1_0.distcp").unlink(), "cannot be read"),
+        (zero, lambda m: (m / "latest").unlink(), "latest: missing"),
+        (zero, lambda m: (m / "latest").write_text("global_step9"), "names 'global_step9'"),
+        (zero, lambda m: (m / rank1).unlink(), "1 optimizer shards of 2 ranks"),
+        (zero, lambda m: cut(m / rank1), "perhaps cut off"),
+        (zero, lambda m: (m / "model.safetensors").write_bytes(b"?"), "2 layouts"),
+        (zero, lambda m: shutil.rmtree(m / "global_step1"), "no weights in a known layout"),
+    ]
+    for case, damage, said in damages:
+        trained, base = copy(shards, case, tmp_path)
+        damage(trained / "model")
+        assert said in refused(tmp_path, trained, base)
+        shutil.rmtree(trained)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("exploded",)
+
+
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [
+        ("zero3_full_untied", "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        ("dcp_full_untied", "pytorch_model_fsdp_0/.metadata"),
+        ("bin", "pytorch_model.bin"),
+        ("bin", "adapter_model.bin"),
+    ],
+)
+def test_pickles_cannot_run_code(
+    shards: Path,
+    bases: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    place: str,
+) -> None:
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    trained, base = tmp_path / "trained", bases / "untied"
+    if case == "bin":
+        save_adapter(trained, base, target_modules=["q_proj"])
+        (trained / "model" / "adapter_model.safetensors").unlink()
+        if place == "pytorch_model.bin":
+            (trained / "model" / "adapter_config.json").unlink()
+    else:
+        trained, base = copy(shards, case, tmp_path)
+    file = trained / "model" / place
+    if place.endswith(".metadata"):
+        file.write_bytes(pickle.dumps(Bomb()))
+    else:
+        torch.save({"weight": Bomb()}, file)
+    message = refused(tmp_path, trained, base)
+    assert "refused" in message or "it names posix.mkdir" in message
+    assert not (tmp_path / "exploded").exists()
