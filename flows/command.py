@@ -22,7 +22,7 @@ def main(
     name: str, schema: type[Any], body: Body, *, description: str | None, argv: Any = None
 ) -> int:
     """Parse, run, and return an exit code: 0 only when every stage is done."""
-    options = _parser(name, description).parse_args(argv)
+    options = _parser(name, description).parse_intermixed_args(argv)
     recipe, overrides = _recipe(options.recipe)
     try:
         config = load(schema, recipe, overrides)

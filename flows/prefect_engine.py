@@ -4,15 +4,16 @@ Prefect is imported inside the functions: that takes a second or two, which ``--
 need not pay and which passes here while the server starts.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flows.prefect_server import Api, PrefectError, starting
-from stages.base import Interrupted
+from flows.steps import Artifact, Runner, Step
 
 if TYPE_CHECKING:
     from prefect.flows import Flow
@@ -21,16 +22,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 C = TypeVar("C")
 
-STATE_NAMES = {"ran": "Completed", "reused": "Reused", "resumed": "Resumed"}
-"""What the state of a finished stage is called, by its artifact's ``status``."""
+STATE_NAMES = {"reused": "Reused", "resumed": "Resumed"}
+"""What the state of a finished stage is called, by its artifact's status; else Completed."""
 
 FLUSH_SECONDS = 5.0
-
-
-class Runner(Protocol):
-    """Executes one stage and returns its artifact, which has a ``status`` of STATE_NAMES."""
-
-    def __call__(self, stage_name: str, step: Any, *, label: str, **inputs: Any) -> Any: ...
 
 
 def run_flow(
@@ -49,8 +44,7 @@ def run_flow(
     server that is lost later costs the record and never the run.
     """
     with starting(say) as ready:
-        os.environ.setdefault("DO_NOT_TRACK", "1")  # no first-use notice, no calls home
-        import prefect.main  # noqa: F401  # sets up logging too; the server starts meanwhile
+        _import_prefect()
         from prefect.settings import temporary_settings
 
         _leave_the_terminal_alone()
@@ -87,19 +81,20 @@ def as_task(run: Runner) -> Runner:
     from prefect.logging import get_run_logger
     from prefect.tasks import Task
 
-    def run_as_task(stage_name: str, step: Any, *, label: str, **inputs: Any) -> Any:
-        outcome = Outcome[Any]()
+    def run_as_task(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
+        outcome = Outcome[Artifact]()
 
-        def stage(**inputs: Any) -> "State[Any]":
+        def carry_out(**inputs: Artifact) -> "State[Any]":
             with outcome:
-                outcome.value = run(stage_name, step, label=label, **inputs)
+                outcome.value = run(stage, step, label=label, **inputs)
             if isinstance(outcome.error, Exception):
                 get_run_logger().error("%s", outcome.error, exc_info=outcome.error)
-            return outcome.state()
+            status = outcome.value.status if outcome.value else ""
+            return outcome.state(STATE_NAMES.get(status, "Completed"))
 
         task = Task(
-            stage,
-            name=stage_name,
+            carry_out,
+            name=stage,
             task_run_name=lambda: label,  # a plain string would be a template
             cache_policy=NO_CACHE,  # the manifest in the store is the only cache
             persist_result=False,
@@ -140,16 +135,15 @@ class Outcome(Generic[T]):
             raise self.error
         return self.value  # pyright: ignore[reportReturnType]  # set unless there is an error
 
-    def state(self) -> "State[Any]":
-        """The terminal state that tells Prefect of this outcome."""
+    def state(self, name: str = "Completed") -> "State[Any]":
+        """The terminal state that tells Prefect of this outcome; ``name`` is that of success."""
         from prefect.states import Cancelled, Completed, Failed
 
-        if isinstance(self.error, (KeyboardInterrupt, Interrupted)):
+        if isinstance(self.error, KeyboardInterrupt):
             return Cancelled(message=_first_line(self.error))
         if self.error is not None:
             return Failed(message=_first_line(self.error))
-        status = getattr(self.value, "status", "ran")
-        return Completed(name=STATE_NAMES[status], data=self.value)
+        return Completed(name=name, data=self.value)
 
 
 def _as_flow(
@@ -166,9 +160,9 @@ def _as_flow(
     from prefect.runtime import flow_run
     from prefect.utilities.urls import url_for
 
-    def noted(stage_name: str, step: Any, *, label: str, **inputs: Any) -> Any:
+    def noted(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
         api.note("task", flow_run.id)
-        return run(stage_name, step, label=label, **inputs)
+        return run(stage, step, label=label, **inputs)
 
     def pipeline(config: Any) -> "State[Any]":
         api.note("run", flow_run.id)
@@ -188,22 +182,30 @@ def _as_flow(
     )
 
 
+def _import_prefect() -> None:
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # no first-use notice, no calls home
+    gc.disable()  # a tenth of the time
+    import prefect.main  # noqa: F401  # the module that also sets up logging
+
+    gc.enable()
+
+
 def _client_settings(api: Api) -> dict[Any, Any]:
     from prefect.settings import (
         PREFECT_API_URL,
         PREFECT_CLIENT_MAX_RETRIES,
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        get_current_settings,
     )
 
-    if not api.temporary:
-        return {PREFECT_API_URL: api.url}
-    return {
-        PREFECT_API_URL: api.url,
-        # It sees us end, so a heartbeat would tell it nothing and cost a second.
-        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+    settings: dict[Any, Any] = {PREFECT_API_URL: api.url}
+    if "heartbeat_frequency" not in get_current_settings().flows.model_fields_set:
+        # The recorder sees us end; Prefect's heartbeat makes every run up to a second longer.
+        settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None
+    if api.temporary:
         # It can be busy but does not come back: 14 s of patience in place of a minute.
-        PREFECT_CLIENT_MAX_RETRIES: 3,
-    }
+        settings[PREFECT_CLIENT_MAX_RETRIES] = 3
+    return settings
 
 
 def _flush() -> None:

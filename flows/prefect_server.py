@@ -31,25 +31,24 @@ class Api:
     lifeline: IO[str]
 
     def note(self, kind: str, run: str) -> None:
-        """Tell the temporary server of a flow ``run``, or of a ``task`` of that run.
+        """Tell the recorder of a flow ``run``, or of a ``task`` of that run.
 
         It needs to know in order to close the history of a run that was killed.
         """
-        if self.temporary:
-            with suppress(BrokenPipeError):
-                self.lifeline.write(f"{kind} {run}\n")
-                self.lifeline.flush()
+        with suppress(BrokenPipeError):
+            self.lifeline.write(f"{kind} {run}\n")
+            self.lifeline.flush()
 
 
 @contextmanager
 def starting(say: Callable[[str], None]) -> Iterator[Callable[[], Api]]:
     """Start looking for an API; the value, when called, waits until one answers.
 
-    In between the caller can import Prefect, which takes as long as the server's own import. The
-    temporary server has a session of its own, so that Ctrl-C reaches the run and not its
-    recorder, and it ends when our end of the pipe closes: after the block, or when we are killed.
+    In between the caller can import Prefect, which takes as long as the recorder's own import. The
+    recorder has a session of its own, so that Ctrl-C reaches the run and not its record, and it
+    ends when our end of the pipe closes: after the block, or when we are killed.
     """
-    command = (sys.executable, "-P", str(Path(__file__).with_name("temporary_server.py")))
+    command = (sys.executable, "-P", str(Path(__file__).with_name("prefect_recorder.py")))
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as early,
         subprocess.Popen(
@@ -59,30 +58,30 @@ def starting(say: Callable[[str], None]) -> Iterator[Callable[[], Api]]:
             stderr=early,
             text=True,
             start_new_session=True,
-        ) as server,
+        ) as recorder,
     ):
         try:
-            yield lambda: _wait(server, early, say)
+            yield lambda: _wait(recorder, early, say)
         finally:
-            _end(server)
+            _end(recorder)
 
 
-def _wait(server: subprocess.Popen[str], early: IO[str], say: Callable[[str], None]) -> Api:
-    assert server.stdin and server.stdout
+def _wait(recorder: subprocess.Popen[str], early: IO[str], say: Callable[[str], None]) -> Api:
+    assert recorder.stdin and recorder.stdout
     log: IO[str] | str = early
-    limit = threading.Timer(START_SECONDS, server.kill)
+    limit = threading.Timer(START_SECONDS, recorder.kill)
     limit.start()
     try:
-        for line in server.stdout:
+        for line in recorder.stdout:
             facts = json.loads(line)
             if "url" in facts:
-                return Api(facts["url"], facts["temporary"], server.stdin)
+                return Api(facts["url"], facts["temporary"], recorder.stdin)
             if "say" in facts:
                 say(facts["say"])
             log = facts.get("log", log)
     finally:
         limit.cancel()
-    too_slow = f" within {START_SECONDS:.0f} s" if server.wait() == -signal.SIGKILL else ""
+    too_slow = f" within {START_SECONDS:.0f} s" if recorder.wait() == -signal.SIGKILL else ""
     last, place = _last_line(log)
     raise PrefectError(
         f"Prefect's temporary server did not start{too_slow}: {last}{place}; "
@@ -101,12 +100,12 @@ def _last_line(log: IO[str] | str) -> tuple[str, str]:
     return lines[-1] if lines else "it said nothing", place
 
 
-def _end(server: subprocess.Popen[str]) -> None:
-    assert server.stdin
+def _end(recorder: subprocess.Popen[str]) -> None:
+    assert recorder.stdin
     try:
         with suppress(BrokenPipeError):
-            server.stdin.close()
+            recorder.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            server.wait(END_SECONDS)
+            recorder.wait(END_SECONDS)
     finally:
-        server.kill()
+        recorder.kill()

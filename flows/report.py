@@ -224,8 +224,8 @@ def _scores(report: Report) -> list[str]:
     found = scores(report)
     parts = [
         "## Scores",
-        f"On held-out rows unless a line says otherwise, with {_confidence(found)} confidence intervals: "
-        "Wilson's for proportions, bootstrapped over rows for the rest. "
+        f"On held-out rows unless a line says otherwise, with {_confidence(found)} confidence "
+        "intervals: Wilson's for proportions, bootstrapped over rows for the rest. "
         "A preference counts as right when the model gives the chosen answer the higher "
         "log-probability, and its margin is the difference.",
         _score_table(SCORES, found),
@@ -299,7 +299,7 @@ def _prepared(output: Path, folder: Path) -> list[str]:
     counts = json.loads((output / "report.json").read_text(encoding="utf-8"))
     rows = {kind: facts["totals"] for kind, facts in counts.items()}
     rules = [
-        [kind, name, f"{rule}", f"{number}"]
+        [kind, _cell(name), _cell(rule), f"{number}"]
         for kind, facts in counts.items()
         for name, source in facts["sources"].items()
         for rule, number in source["rejected"].items()

@@ -81,7 +81,7 @@ def describe(config: Any, artifacts: list[Artifact]) -> report.Report:
         trainings=tuple(
             report.Training(label=a.label.upper(), output=a.path)
             for a in artifacts
-            if (a.path / "metrics.jsonl").exists()
+            if done[a.label].provenance["accumulation_steps"]
         ),
         evaluations=tuple(
             report.Evaluation(

@@ -70,7 +70,7 @@ def sft_then_dpo(config: SFTThenDPO, run: Runner) -> list[Artifact]:
     aligned = run("convert", config.convert, label="convert dpo", trained=preferred, base=tuned)
     aligned_scores = run(
         "evaluate",
-        config.evaluate,
+        with_beta(config.evaluate, config.dpo.config.beta),
         label="evaluate dpo",
         model=aligned,
         data=data,
@@ -80,6 +80,12 @@ def sft_then_dpo(config: SFTThenDPO, run: Runner) -> list[Artifact]:
         model, conversations, preferences, prepared, data, base,
         trained, tuned, tuned_scores, preferred, aligned, aligned_scores,
     ]  # fmt: skip
+
+
+def with_beta(step: Step[Evaluate], beta: float) -> Step[Evaluate]:
+    """Rewards are measured in the scale they were trained in, unless the recipe names another."""
+    scaled = step.config.model_copy(update={"beta": step.config.beta or beta})
+    return step.model_copy(update={"config": scaled})
 
 
 if __name__ == "__main__":

@@ -34,8 +34,11 @@ class PrepareData(Config):
     drop_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of faulty rows, of conversations and of pairs each, that is put up with."""
 
-    max_chars: PositiveInt | None = None
-    """Longest row in characters (a pair: prompt and longer answer). Longer ones are left out."""
+    max_conversation_chars: PositiveInt | None = None
+    """Longest conversation in characters. Longer ones are left out."""
+
+    max_pair_chars: PositiveInt | None = None
+    """Longest pair in characters, prompt and longer answer together. Longer ones are left out."""
 
     max_conversations: PositiveInt | None = None
     """At most so many training conversations, chosen by hash."""
@@ -158,9 +161,10 @@ def _usable(
     if shape is None:
         raise RowError("not_an_object")
     row = shapes.canonical(record.value, shape)
+    limit = config.max_pair_chars if "chosen" in row else config.max_conversation_chars
     length = shapes.num_chars(row)
-    if config.max_chars is not None and length > config.max_chars:
-        raise RowError("too_long", f"{length} characters, max_chars is {config.max_chars}")
+    if limit is not None and length > limit:
+        raise RowError("too_long", f"{length} characters, the limit is {limit}")
     line = lines.dump(row)
     return splits.row(source, line, opening=shapes.opening(row), seed=config.seed)
 

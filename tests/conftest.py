@@ -1,30 +1,11 @@
-"""What tests share: a small model, tokenised rows, and a way to run stages on real ranks."""
+"""Fixtures that tests share."""
 
-import json
 import os
-import random
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from backends import AnyBackend, Local, Resources, split_batch
-from stages import STAGES
-from stages.base import Job
-
-ROOT = Path(__file__).resolve().parent.parent
-WORDS, PAD, EOS = 128, 0, 1
-ENV = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "DO_NOT_TRACK": "1",
-    "PYTHONPATH": str(ROOT),
-}
+from tests.small import ENV, write_model, write_rows
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,143 +18,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``tied/model``, ``untied/model`` and ``data``: two layers, 128 words."""
     folder = tmp_path_factory.mktemp("small")
     for name, tie in (("tied", True), ("untied", False)):
-        _write_model(folder / name / "model", tie=tie)
-    _write_rows(folder / "data")
+        write_model(folder / name / "model", tie=tie)
+    write_rows(folder / "data")
     return folder
-
-
-def _write_model(out: Path, *, tie: bool) -> None:
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        tie_word_embeddings=tie,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config.eos_token_id = EOS
-    model.generation_config.pad_token_id = PAD
-    model.save_pretrained(out)
-    words = {f"w{number}": number for number in range(WORDS)}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")),
-        pad_token="w0",
-        eos_token="w1",
-        unk_token="w3",
-        chat_template="{% for m in messages %}{{ m.content }} w1{% endfor %}",
-    ).save_pretrained(out)
-
-
-def _write_rows(out: Path) -> None:
-    from datasets import Dataset
-
-    draw = random.Random(0)
-
-    def ids(low: int, high: int, shortest: int, longest: int) -> list[int]:
-        return [draw.randint(low, high) for _ in range(draw.randint(shortest, longest))]
-
-    conversations, pairs = [], []
-    for _ in range(200):
-        prompt, answer = ids(4, 127, 2, 10), [*ids(4, 127, 4, 20), EOS]
-        labels = [-100] * len(prompt) + answer
-        conversations.append({"input_ids": prompt + answer, "labels": labels})
-    for _ in range(160):
-        chosen, rejected = [*ids(4, 60, 3, 9), EOS], [*ids(60, 127, 3, 9), EOS]
-        prompt = ids(4, 127, 5, 5)
-        pairs.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
-    Dataset.from_list(conversations).save_to_disk(out / "conversations" / "train")
-    Dataset.from_list(pairs).save_to_disk(out / "preferences" / "train")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One stage run in a test."""
-
-    out: Path
-    stage: str
-    config: Mapping[str, Any]
-    inputs: Mapping[str, Path]
-    backend: AnyBackend = Local()
-    resources: Resources = Resources()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(row) for row in (self.out / "metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def losses(self) -> list[float]:
-        return [row["loss"] for row in self.rows]
-
-    @property
-    def ranks(self) -> list[dict[str, Any]]:
-        return [json.loads(p.read_text()) for p in sorted((self.out / "ranks").glob("*.json"))]
-
-
-def write_job(run: Run) -> Path:
-    """What ``flows.run_stage`` writes, for a run without a flow."""
-    stage = STAGES[run.stage]
-    config = stage.config_type.model_validate(run.config)
-    launch = run.backend.plan(run.resources)
-    settings = dict(launch.trainer_args)
-    if rows := getattr(config, "global_batch_rows", None):
-        micro, accumulated = split_batch(rows, run.resources)
-        settings |= {
-            "per_device_train_batch_size": micro,
-            "gradient_accumulation_steps": accumulated,
-            "save_steps": 1000,
-            "save_total_limit": 2,
-        }
-    run.out.mkdir(parents=True, exist_ok=True)
-    job = Job(
-        stage=run.stage,
-        config=config.model_dump(mode="json"),
-        inputs=dict(run.inputs),
-        trainer_args=settings | dict(run.settings),
-        promise=dict(launch.promise),
-    )
-    (run.out / "job.json").write_text(job.model_dump_json())
-    return run.out / "job.json"
-
-
-@pytest.fixture(scope="session")
-def run_jobs() -> Callable[[Sequence[Run]], None]:
-    """Run several jobs of one backend in the same ranks, so that imports are paid once."""
-
-    def run(runs: Sequence[Run]) -> None:
-        paths = [str(write_job(each)) for each in runs]
-        script = str(ROOT / "tests" / "stages" / "several_jobs.py")
-        launch = runs[0].backend.plan(runs[0].resources, script, *paths)
-        done = subprocess.run(
-            launch.argv,
-            env=os.environ | ENV | dict(launch.env),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-
-    return run
-
-
-def python(*argv: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    """``python ARGV`` in a fresh process."""
-    return subprocess.run(
-        [sys.executable, *argv],
-        env=os.environ | ENV | env,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )

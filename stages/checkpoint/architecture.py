@@ -12,6 +12,18 @@ from stages.checkpoint.json_files import read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+_UNUSABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    OSError,
+    RuntimeError,
+)
+"""What transformers and torch raise for settings out of which no model can be built."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -52,7 +64,7 @@ def architecture(path: Path) -> Architecture:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except _UNUSABLE as error:
         first = str(error).splitlines()[0]
         raise StageError(f"{path / 'config.json'}: no causal model can be built: {first}") from None
     aliases = dict(model.all_tied_weights_keys)

@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = '''
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from configs import Config
 from flows.prefect_engine import run_flow
+from flows.steps import Artifact
 
 ERROR = ValueError("dpo.config.beta: -1 is not positive\\nthe second line of the message")
 
@@ -37,20 +37,14 @@ class Pipeline(Config):
     fails: bool = False
 
 
-@dataclass(frozen=True)
-class Artifact:
-    path: Path
-    status: str
-
-
-def run(stage_name, step, *, label, **inputs):
+def run(stage, step, *, label, **inputs):
     print("stage", label, flush=True)
-    if stage_name == "sft":
+    if stage == "sft":
         time.sleep(step.seconds)
-    if stage_name == "dpo" and step.fails:
+    if stage == "dpo" and step.fails:
         raise ERROR
-    status = {"fetch": "reused", "sft": "resumed"}.get(stage_name, "ran")
-    return Artifact(Path(label), status)
+    status = {"fetch": "reused", "sft": "resumed"}.get(stage, "ran")
+    return Artifact(label, stage, Path(label), label, status)
 
 
 def body(config, run):
@@ -123,11 +117,11 @@ def lines_until(process: subprocess.Popen[str], last: str) -> list[str]:
     return lines
 
 
-def temporary_servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def recorders(process: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    servers = [child for child in children if "temporary_server.py" in " ".join(child.cmdline())]
-    assert len(servers) == 1
-    return servers
+    found = [child for child in children if "prefect_recorder.py" in " ".join(child.cmdline())]
+    assert len(found) == 1
+    return found
 
 
 def ask(api: str, path: str, query: dict[str, Any] | None = None) -> Any:
@@ -223,7 +217,7 @@ def test_the_configured_server_is_used_and_a_failure_is_told_once(
 def test_ctrl_c_cancels_the_run_and_leaves_no_process(api: str, script: Path, home: Path) -> None:
     with started(script, home, "stopped", {"seconds": 600}) as process:
         lines_until(process, "stage sft")
-        servers = temporary_servers(process)
+        servers = recorders(process)
         os.killpg(process.pid, signal.SIGINT)
         rest = process.communicate(timeout=30)[0]
     assert process.returncode == -signal.SIGINT
@@ -242,7 +236,7 @@ def test_a_killed_run_is_closed_by_its_server_which_then_ends(
         options = {"seconds": 600}
         with started(script, home, "killed", options, PREFECT_API_URL=url) as process:
             warning, *others = lines_until(process, "stage sft")
-            servers = temporary_servers(process)
+            servers = recorders(process)
             while states(api, "killed") != ["Running", "Reused", "Running"]:
                 time.sleep(0.1)  # the events of the tasks are on their way
             process.kill()
@@ -271,7 +265,7 @@ def test_losing_the_server_costs_the_record_and_not_the_run(
 ) -> None:
     with started(script, home, "unrecorded", {"seconds": 3}) as process:
         lines_until(process, "stage sft")
-        for server in temporary_servers(process):
+        for server in recorders(process):
             server.kill()
         stage, warning, result = process.communicate(timeout=120)[0].splitlines()
     assert process.returncode == 0

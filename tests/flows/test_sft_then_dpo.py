@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ENV, ROOT, python
 
 from configs import RECIPES
 from stages import manifest, resume
+from tests.small import ENV, ROOT, python
 
 MODULE = "flows.sft_then_dpo"
 STAGES = ["sft", "dpo", "convert", "evaluate", "tokenize_data", "prepare_data", "fetch"]
@@ -139,7 +139,9 @@ def test_one_changed_row_runs_everything_after_it(finished: Path, tmp_path: Path
 
     before = places_of(words)
     lines = mine.read_text().splitlines(keepends=True)
-    mine.write_text("".join([lines[0].replace("user", "user", 1).replace("}", " }", 1), *lines[1:]]))
+    mine.write_text(
+        "".join([lines[0].replace("user", "user", 1).replace("}", " }", 1), *lines[1:]])
+    )
     after = places_of(words)
     same = {label for label in before if before[label] == after[label]}
     assert same == {"fetch model", "fetch preferences"}
@@ -148,9 +150,7 @@ def test_one_changed_row_runs_everything_after_it(finished: Path, tmp_path: Path
 def start(store: Path, *words: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", MODULE, "tiny", "--engine", "inline", *SHORT]
     argv += [f"store={store}", f"runs={store}-runs", *words]
-    return subprocess.Popen(
-        argv, env=os.environ | ENV, cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(argv, env=os.environ | ENV, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def ranks_of(store: Path) -> list[str]:
@@ -267,9 +267,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_named_and_nothing_counts_as_done(
-    small_disk: Path, finished: Path
-) -> None:
+def test_a_full_disk_is_named_and_nothing_counts_as_done(small_disk: Path, finished: Path) -> None:
     store = small_disk / "store"
     (store / "fetch").mkdir(parents=True)
     (small_disk / "filler").write_bytes(b"x" * 2_800_000)

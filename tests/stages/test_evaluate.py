@@ -583,5 +583,5 @@ def test_the_seed_decides_the_resamples() -> None:
 
 
 def test_importing_the_stage_loads_no_torch() -> None:
-    code = "import sys, stages.evaluate; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
+    code = "import sys, stages.evaluate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

@@ -435,7 +435,9 @@ def test_over_long_rows_are_counted_and_free(tmp_path: Path) -> None:
     long = [{"messages": [user(f"{n}" + "x" * 95), assistant("1234")]} for n in range(8)]
     just = {"messages": [user("x" * 96), assistant("1234")]}
     folder = source(tmp_path / "in", {"a.jsonl": [*good(20), just, *long[:4], *long[4:]]})
-    config = PrepareData(drop_budget=0, max_chars=100, test_fraction=0.5)
+    config = PrepareData(
+        drop_budget=0, max_conversation_chars=100, max_pair_chars=100, test_fraction=0.5
+    )
     preferences = source(
         tmp_path / "p",
         {"p.jsonl": [*pairs(20), {"prompt": "q", "chosen": "x" * 100, "rejected": "b"}]},
@@ -445,7 +447,7 @@ def test_over_long_rows_are_counted_and_free(tmp_path: Path) -> None:
     )
     assert metrics["conversations/too_long"] == 0 and just in all_rows(tmp_path / "out")
     assert metrics["preferences/too_long"] == 1 and metrics["preferences/quarantined"] == 0
-    tight = config.model_copy(update={"max_chars": 99})
+    tight = config.model_copy(update={"max_conversation_chars": 99})
     metrics = prepare_data(tight, Context(tmp_path / "tight"), conversations=folder)
     assert metrics["conversations/too_long"] == 9
     assert {f["rule"] for f in read(tmp_path / "tight" / "quarantine.jsonl")} == {"too_long"}
@@ -466,7 +468,7 @@ def test_caps_choose_by_content_and_a_larger_cap_only_adds(tmp_path: Path) -> No
 def test_the_counts_add_up_in_metrics_and_report(tmp_path: Path) -> None:
     rows = [*good(90), *good(7), {"messages": [Q]}, {"messages": [Q, assistant("x" * 999)]}]
     folder = source(tmp_path / "in", {"a.jsonl": rows, "b.jsonl": good(10, start=90)})
-    config = PrepareData(drop_budget=0.02, max_chars=500, max_conversations=50)
+    config = PrepareData(drop_budget=0.02, max_conversation_chars=500, max_conversations=50)
     metrics = prepare_data(config, Context(tmp_path / "out"), conversations=folder)
     totals = {name.removeprefix("conversations/"): n for name, n in metrics.items()}
     expected = {"read": 109, "quarantined": 1, "too_long": 1, "duplicates": 7, "train": 50}

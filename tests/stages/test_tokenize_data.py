@@ -557,7 +557,8 @@ def test_truncation_never_touches_an_answer(tmp_path: Path, models: Any) -> None
 
 def test_the_metrics_count_rows_and_tokens(tmp_path: Path, models: Any) -> None:
     model = models("chatml")
-    out, metrics = run(tmp_path, model, [*[ONE_TURN] * 18, TWO_TURNS, LONG], [PAIR])
+    rising = [[user("a" * n), assistant("b")] for n in range(1, 21)]
+    out, metrics = run(tmp_path, model, rising, [PAIR])
     kept = rows(out)
     lengths = sorted(len(row["input_ids"]) for row in kept)
     got = {name.removeprefix("conversations/train/"): n for name, n in metrics.items()}
@@ -669,7 +670,12 @@ def test_real_files(tmp_path: Path, models: Any) -> None:
         (tmp_path / name / "data").mkdir(parents=True)
         (tmp_path / name / "data" / file).write_bytes((REAL / file).read_bytes())
     prepare_data(
-        PrepareData(max_conversations=150, max_preferences=50, max_chars=1500),
+        PrepareData(
+            max_conversations=150,
+            max_preferences=50,
+            max_conversation_chars=1500,
+            max_pair_chars=1500,
+        ),
         Context(tmp_path / "prepared"),
         conversations=tmp_path / "c",
         preferences=tmp_path / "p",

@@ -1,9 +1,10 @@
-"""``torchrun write_shards.py OUT``: what sharded training leaves, by real FSDP2 and ZeRO ranks.
+"""``write_shards.py OUT``: what sharded training leaves, by real FSDP2 and ZeRO ranks.
 
 For each case ``OUT/CASE/model`` is a training stage's output and ``OUT/CASE/expected.pt`` the
 weights as the training side gathers them; ``OUT/base/{tied,untied,even}/model`` are the bases.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 67
+RANKS = 2
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant {% endif %}"
@@ -66,19 +68,35 @@ def with_adapter(model: Any, **settings: Any) -> Any:
 
 
 def main(out: Path) -> None:
+    """Two ranks forked from a process that has imported everything once, which halves the cost."""
+    import bitsandbytes
     import deepspeed
+    import peft
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.multiprocessing
+
+    del bitsandbytes, deepspeed, peft
+    write_base(out / "base" / "tied" / "model", tie=True)
+    write_base(out / "base" / "untied" / "model", tie=False)
+    write_base(out / "base" / "even" / "model", tie=False, even=True)
+    torch.multiprocessing.start_processes(rank, (out,), nprocs=RANKS, start_method="fork")
+
+
+def rank(number: int, out: Path) -> None:
+    """Write every case, as one rank of a gloo group."""
     import torch.distributed as dist
 
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS)}
+    meeting = f"file://{out}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=RANKS)
+    import deepspeed
+
     deepspeed.init_distributed(dist_backend="gloo")
-    if dist.get_rank() == 0:
-        write_base(out / "base" / "tied" / "model", tie=True)
-        write_base(out / "base" / "untied" / "model", tie=False)
-        write_base(out / "base" / "even" / "model", tie=False, even=True)
-    dist.barrier()
     for case, (base, build, save) in CASES.items():
         folder = out / case / "model"
         save(build(out / "base" / base / "model"), folder)
-        if dist.get_rank() == 0:
+        if number == 0:
             _companions(out / "base" / base / "model", folder)
         dist.barrier()
     dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""The temporary Prefect server: a process that serves until its standard input ends.
+"""The process beside a run that keeps its Prefect history.
 
-Started by ``flows.prefect_server`` and by nothing else. It answers on standard output in JSON
-lines: ``{"log": path}``, any number of ``{"say": text}``, then one ``{"url", "temporary"}`` when
-that API answers. Where the configured server answers, that is all it does. On standard input it
-is told which flow run it serves, and each task of it; the end of the input, however it comes
-about, is the end of the server.
+Started by ``flows.prefect_server`` and by nothing else. It finds the configured API, or serves one
+of its own for as long as the run lasts, and closes the history of a run that was killed. It answers
+on standard output in JSON lines: ``{"log": path}``, any number of ``{"say": text}``, then one
+``{"url", "temporary"}`` when that API answers. On standard input it is told of a flow run and of
+each of its tasks; the end of the input, however it comes about, is the end of the process.
 """
 
 import asyncio
@@ -54,11 +54,13 @@ def main() -> None:
     settings = prefect.settings.get_current_settings()
     if url := answering(answers):
         tell(answers, url=url, temporary=False)
+        keep_history(temporary=False)
     else:
         tell(answers, say="starting a temporary Prefect server for this run: some seconds")
         log_to(settings.home / "temporary-server.log", answers)
         migrate(settings.home / "temporary-server.lock", answers)
         serve(answers)
+    os._exit(0)  # all is stored; taking down the interpreter would need two more seconds
 
 
 def tell(answers: IO[str], **facts: Any) -> None:
@@ -170,25 +172,30 @@ def serve(answers: IO[str]) -> None:
         server = Server(config)
         threading.Thread(target=end_with_input, args=(server, url), daemon=True).start()
         server.run(sockets=[listening])
-    os._exit(0)  # all is stored; taking down the interpreter would need two more seconds
 
 
 def end_with_input(server: Any, url: str) -> None:
-    """Wait for the end of standard input, put the history in order, and end the server."""
+    """End the server when the run has ended and its history is in order."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    told = [line.split() for line in sys.stdin]
-    threading.Timer(EXIT_SECONDS, os._exit, args=(1,)).start()
     try:
         with temporary_settings({PREFECT_API_URL: url}):
-            for run in (run for kind, run in told if kind == "run"):
-                settle(run, num_tasks=sum(task == run for kind, task in told if kind == "task"))
+            keep_history(temporary=True)
     finally:
         server.should_exit = True
 
 
-def settle(run: str, *, num_tasks: int) -> None:
-    """Wait until the states of the tasks are stored; a run that was cut off has crashed."""
+def keep_history(*, temporary: bool) -> None:
+    """Wait for the end of standard input, then settle what it told of."""
+    told = [line.split() for line in sys.stdin]
+    threading.Timer(EXIT_SECONDS, os._exit, args=(1,)).start()
+    for run in (run for kind, run in told if kind == "run"):
+        num_tasks = sum(task == run for kind, task in told if kind == "task")
+        settle(run, num_tasks=num_tasks, temporary=temporary)
+
+
+def settle(run: str, *, num_tasks: int, temporary: bool) -> None:
+    """A run that was cut off has crashed; of another the last states are stored before we go."""
     from uuid import UUID
 
     from prefect.client.orchestration import get_client
@@ -201,7 +208,8 @@ def settle(run: str, *, num_tasks: int) -> None:
     with get_client(sync_client=True) as client:
         stored = partial(client.read_task_runs, flow_run_filter=ours)
         if is_final(client.read_flow_run(flow_run_id)):
-            wait_until(lambda: sum(map(is_final, stored())) >= num_tasks)
+            if temporary:
+                wait_until(lambda: sum(map(is_final, stored())) >= num_tasks)
             return
         client.set_flow_run_state(flow_run_id, crashed, force=True)
         wait_until(lambda: len(stored()) >= num_tasks)

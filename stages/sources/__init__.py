@@ -1,0 +1,1 @@
+"""Where models and data come from: one module for each kind of place."""

@@ -1,0 +1,102 @@
+"""Model folders in the Hugging Face layout: which files count, and what is missing."""
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from stages.base import StageError
+
+SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
+PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "vocab.json", "vocab.txt", "tekken.json",
+)  # fmt: skip
+# No *.py: code that comes with a model is never run.
+BESIDE = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "merges.txt", "chat_template.json", "*.jinja", "*processor_config.json",
+    "LICENSE*",
+)  # fmt: skip
+
+
+def choose(names: Sequence[str], *, place: str) -> list[str]:
+    """Those of a folder's file names that make up a model; of two weight formats safetensors.
+
+    Raises :class:`StageError` for a folder at ``place`` without config, weights or tokenizer.
+    """
+    if "config.json" not in names:
+        raise StageError(f"{place}: no config.json, so it is no model folder; {_instead(names)}")
+    weights = _matching(names, SAFETENSORS) or _matching(names, PICKLED)
+    if not any(name.endswith((".safetensors", ".bin")) for name in weights):
+        raise StageError(
+            f"{place}: no weights ({SAFETENSORS[0]} or {PICKLED[0]}); {_instead(names)}"
+        )
+    tokenizer = _matching(names, TOKENIZERS)
+    if not tokenizer:
+        raise StageError(
+            f"{place}: weights without a tokenizer ({', '.join(TOKENIZERS[:2])}, ...); "
+            "add the tokenizer files of the model that the weights were trained from"
+        )
+    return [*weights, *tokenizer, *_matching(names, BESIDE)]
+
+
+def _matching(names: Sequence[str], patterns: Collection[str]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _instead(names: Sequence[str]) -> str:
+    """The way out, from what the folder holds instead."""
+    if "adapter_config.json" in names:
+        return "it holds an adapter: merge that into its base model first"
+    if any(name.endswith(".gguf") for name in names):
+        return "it holds GGUF files: use a source of kind gguf"
+    return "give the folder that save_pretrained wrote"
+
+
+def require_shards(folder: Path, *, place: str) -> None:
+    """Raise :class:`StageError` for a weight file that the folder's index names and lacks."""
+    for index in folder.glob("*.index.json"):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        lacking = sorted(name for name in shards if not (folder / name).is_file())
+        if lacking:
+            raise StageError(
+                f"{place}: {len(lacking)} of the {len(shards)} weight files in {index.name} are "
+                f"missing, the first is {lacking[0]}; complete the folder"
+            )
+
+
+def require_known_architecture(folder: Path, *, place: str) -> None:
+    """Raise :class:`StageError` for a model that only code of its own could load."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "auto_map" not in config:
+        return
+    from transformers import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        raise StageError(
+            f"{place}: the installed transformers has no model type {config.get('model_type')!r} "
+            "and code that comes with a model is never run; choose a model that it has"
+        )
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file. File systems that can do so let both share their blocks until one changes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with source.open("rb") as read, target.open("wb") as write:
+            while os.copy_file_range(read.fileno(), write.fileno(), 1 << 30):
+                pass
+    except (AttributeError, OSError):  # not on Linux, or not between these file systems
+        shutil.copyfile(source, target)
+
+
+def link(source: Path, target: Path) -> None:
+    """Share a file that nobody rewrites in place; copy it where the file system cannot."""
+    try:
+        target.hardlink_to(source.resolve())
+    except OSError:
+        copy(source, target)

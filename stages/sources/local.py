@@ -1,0 +1,66 @@
+"""Models and data on this machine, pinned by their content."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from configs import Config
+from stages.base import StageError
+from stages.sources import folders
+
+
+class LocalModel(Config):
+    """A model folder in the Hugging Face layout."""
+
+    kind: Literal["local_model"] = "local_model"
+
+    path: Path
+    """The folder. Its weights must be a whole model, not an adapter."""
+
+
+class LocalData(Config):
+    """A file with rows, or a folder of such files."""
+
+    kind: Literal["local_data"] = "local_data"
+
+    path: Path
+    """The file or the folder; hidden files in it do not count."""
+
+
+def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
+    """Copy what belongs to the model. Raises :class:`StageError` for a folder that is none.
+
+    Weights are copied, not linked: a later training run that saves over the folder must not
+    change what was fetched.
+    """
+    if not source.path.is_dir():
+        raise StageError(f"{source.path}: no such folder; give one that save_pretrained wrote")
+    place = str(source.path)
+    names = folders.choose(sorted(file.name for file in source.path.iterdir()), place=place)
+    folders.require_shards(source.path, place=place)
+    folders.require_known_architecture(source.path, place=place)
+    for name in names:
+        folders.copy(source.path / name, into / name)
+    return {}
+
+
+def bring_data(source: LocalData, into: Path) -> dict[str, Any]:
+    """Copy the file, or every file of the folder by its name there."""
+    files = _files(source.path)
+    if not files:
+        raise StageError(f"{source.path}: the folder holds no files; give one with data in it")
+    for name, file in files.items():
+        folders.copy(file, into / name)
+    return {}
+
+
+def _files(path: Path) -> dict[Path, Path]:
+    if path.is_file():
+        return {Path(path.name): path}
+    if not path.is_dir():
+        raise StageError(f"{path}: no such file or folder; give the data's path")
+    found = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
+    return {
+        name: file
+        for name, file in found.items()
+        if not any(part.startswith(".") for part in name.parts)
+    }

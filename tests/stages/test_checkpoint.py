@@ -1,0 +1,473 @@
+"""The checkpoint contract: facts without tensors, one line per fault, exact safetensors."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.base import StageError
+from stages.checkpoint import describe, layout, validate
+from stages.checkpoint.__main__ import main
+from stages.checkpoint.export import write
+from stages.checkpoint.names import LowRank, Plain, Saved, Unknown, meaning, plain_name
+from stages.checkpoint.readers import open_weights
+from stages.checkpoint.weights import of_tensors
+from tests.stages.write_shards import VOCABULARY, with_adapter, write_base
+
+ROOT = Path(__file__).parents[2]
+INDEX = "model.safetensors.index.json"
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound model in three indexed shards; ``model`` and ``peft`` beside each other."""
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path_factory.mktemp("sound")
+    write_base(out / "whole", tie=False)
+    model = AutoModelForCausalLM.from_pretrained(out / "whole")
+    shutil.copytree(out / "whole", out / "model")
+    (out / "model" / "model.safetensors").unlink()
+    model.save_pretrained(out / "model", max_shard_size="30KB")
+    edit_json(out / "model" / "generation_config.json", eos_token_id=[1, 3])
+    with_adapter(model, target_modules=["q_proj"]).save_pretrained(out / "peft")
+    return out
+
+
+@pytest.fixture
+def model(sound: Path, tmp_path: Path) -> Path:
+    """A copy of the sound model, to be damaged."""
+    return Path(shutil.copytree(sound / "model", tmp_path / "model"))
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    values = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(values | changes))
+
+
+def edit_tensors(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Rewrite the shard that holds the first layer's query; the index stays as it is."""
+    from safetensors.torch import load_file, save_file
+
+    file = model / json.loads((model / INDEX).read_text())["weight_map"][f"{QUERY}.weight"]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_index(model: Path, change: Callable[[dict[str, str]], Any]) -> None:
+    index = json.loads((model / INDEX).read_text())
+    change(index["weight_map"])
+    (model / INDEX).write_text(json.dumps(index))
+
+
+def fresh(*argv: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
+
+
+# Facts
+
+
+def test_describing_and_converting_load_no_torch_on_import() -> None:
+    loaded = "any(name in sys.modules for name in ('torch', 'transformers'))"
+    done = fresh("-c", f"import stages.checkpoint, stages.convert, sys; sys.exit({loaded})")
+    assert done.returncode == 0, done.stderr
+
+
+def test_facts_of_a_whole_model(sound: Path) -> None:
+    facts = json.loads(json.dumps(describe(sound / "model")))
+    hashes = facts.pop("tokenizer_sha256"), facts.pop("template_sha256")
+    assert all(len(digest) == 64 for digest in hashes)
+    assert facts.pop("bytes") > 4 * 20615
+    assert facts == {
+        "layout": "safetensors",
+        "architecture": "LlamaForCausalLM",
+        "model_type": "llama",
+        "parameters": 20615,
+        "dtypes": {"float32": 20615},
+        "vocabulary_rows": VOCABULARY,
+        "tied": False,
+        "adapter": None,
+        "quantization": None,
+        "stop_ids": [1, 3],
+    }
+    whole = describe(sound / "whole")
+    assert (whole["parameters"], whole["stop_ids"]) == (20615, [1])
+
+
+def test_facts_of_an_adapter(sound: Path) -> None:
+    facts = describe(sound / "peft")
+    assert (facts["layout"], facts["parameters"]) == ("adapter", 2 * (3 * 35 + 30 * 3))
+    assert facts["adapter"] == {
+        "base": str(sound / "whole"),
+        "rank": 3,
+        "alpha": 7,
+        "dora": False,
+        "rank_stabilised": False,
+        "saved_whole": [],
+    }
+    assert facts["tokenizer_sha256"] is None
+
+
+def test_a_head_that_is_not_there_tells_a_tied_model(tmp_path: Path) -> None:
+    for tie in (True, False):
+        write_base(tmp_path / str(tie), tie=tie)
+        config = json.loads((tmp_path / str(tie) / "config.json").read_text())
+        config.pop("tie_word_embeddings", None)
+        (tmp_path / str(tie) / "config.json").write_text(json.dumps(config))
+        assert describe(tmp_path / str(tie))["tied"] is tie
+
+
+def test_the_tokenizers_hash_is_of_what_decides_the_ids(model: Path) -> None:
+    before = describe(model)
+    edit_json(
+        model / "tokenizer.json",
+        truncation={"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+    )
+    assert describe(model)["tokenizer_sha256"] == before["tokenizer_sha256"]
+    vocabulary = json.loads((model / "tokenizer.json").read_text())
+    vocabulary["model"]["vocab"]["w59"], vocabulary["model"]["vocab"]["w58"] = 62, 63
+    (model / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert describe(model)["tokenizer_sha256"] != before["tokenizer_sha256"]
+    (model / "chat_template.jinja").write_text("other")
+    assert describe(model)["template_sha256"] != before["template_sha256"]
+
+
+def test_a_template_inside_the_tokenizers_config_counts_the_same(model: Path) -> None:
+    before = describe(model)["template_sha256"]
+    text = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    assert describe(model)["template_sha256"] is None
+    edit_json(model / "tokenizer_config.json", chat_template=text)
+    assert describe(model)["template_sha256"] == before
+
+
+def test_a_folder_without_weights_says_what_it_holds(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="no such checkpoint folder"):
+        layout(tmp_path / "absent")
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(StageError, match=r"it holds model-00001-of-00002\.safetensors"):
+        describe(tmp_path)
+
+
+def test_an_adapter_file_without_tensors_is_no_layout(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "global_step1").mkdir()
+    (tmp_path / "global_step1" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    assert layout(tmp_path) == "zero"
+
+
+# Faults
+
+
+def test_sound_checkpoints_have_no_faults(sound: Path, tmp_path: Path) -> None:
+    assert validate(sound / "model", "float32") == ()
+    assert validate(sound / "peft") == ()
+    write_base(tmp_path, tie=True)
+    edit_json(tmp_path / "generation_config.json", eos_token_id=3)
+    assert validate(tmp_path) == ()
+
+
+def truncate(model: Path) -> None:
+    file = model / "model-00002-of-00004.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def garble(model: Path) -> None:
+    file = model / "model-00002-of-00004.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:12] = b"????"
+    file.write_bytes(content)
+
+
+def poison(model: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[f"{QUERY}.weight"][2, 3:5] = float("nan")
+
+    edit_tensors(model, change)
+
+
+def empty(model: Path) -> None:
+    import torch
+
+    edit_tensors(model, lambda t: t.update({f"{QUERY}.weight": torch.empty(0, 35)}))
+
+
+def to_half(model: Path) -> None:
+    edit_tensors(model, lambda t: t.update({f"{QUERY}.weight": t[f"{QUERY}.weight"].half()}))
+
+
+def forget(model: Path) -> None:
+    edit_tensors(model, lambda t: t.pop(f"{QUERY}.weight"))
+    edit_index(model, lambda m: m.pop(f"{QUERY}.weight"))
+
+
+def invent(model: Path) -> None:
+    import torch
+
+    edit_tensors(model, lambda t: t.update({"model.stray": torch.ones(2)}))
+    file = json.loads((model / INDEX).read_text())["weight_map"][f"{QUERY}.weight"]
+    edit_index(model, lambda m: m.update({"model.stray": file}))
+
+
+def lengthen_vocabulary(model: Path) -> None:
+    values = json.loads((model / "tokenizer.json").read_text())
+    values["model"]["vocab"]["beyond"] = 90
+    (model / "tokenizer.json").write_text(json.dumps(values))
+
+
+def remove_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "truncated shard": (truncate, ("00002-of-00004.safetensors: truncated",)),
+    "garbled shard": (garble, ("00002-of-00004.safetensors: its safetensors header is garbled",)),
+    "absent shard": (
+        lambda m: (m / "model-00002-of-00004.safetensors").unlink(),
+        ("00002-of-00004.safetensors: missing",),
+    ),
+    "missing index entry": (
+        lambda m: edit_index(m, lambda entries: entries.pop("model.norm.weight")),
+        ("does not list model.norm.weight",),
+    ),
+    "index entry too many": (
+        lambda m: edit_index(
+            m, lambda e: e.update({"model.stray": "model-00002-of-00004.safetensors"})
+        ),
+        ("says that model.stray is in model-00002-of-00004.safetensors, where it is not",),
+    ),
+    "NaN": (poison, (f"{QUERY}.weight: 2 of its 1050 values are not finite",)),
+    "empty tensor": (
+        empty,
+        (f"{QUERY}.weight: shape (0, 35), the config asks for (30, 35)", "empty, of shape (0, 35)"),
+    ),
+    "data type": (to_half, (f"{QUERY}.weight: is float16, float32 was asked",)),
+    "missing tensor": (forget, (f"{QUERY}.weight: missing, the architecture has it",)),
+    "tensor too many": (invent, ("model.stray: not expected, the architecture has no such",)),
+    "vocabulary of the config": (
+        lambda m: edit_json(m / "config.json", vocab_size=60),
+        (
+            "lm_head.weight: shape (67, 35), the config asks for (60, 35)",
+            "model.embed_tokens.weight: shape (67, 35), the config asks for (60, 35)",
+            "the tokenizer has ids up to 63, the embedding 60 rows",
+        ),
+    ),
+    "vocabulary of the tokenizer": (
+        lengthen_vocabulary,
+        ("the tokenizer has ids up to 90, the embedding 67 rows",),
+    ),
+    "missing tokenizer": (remove_tokenizer, ("no tokenizer",)),
+    "special id": (
+        lambda m: edit_json(m / "generation_config.json", pad_token_id=67),
+        ("generation_config.json pad_token_id is id 67, the embedding has 67 rows",),
+    ),
+    "padding of the embedding": (
+        lambda m: edit_json(m / "config.json", pad_token_id=67),
+        ("no causal model can be built: Padding_idx must be within num_embeddings",),
+    ),
+    "stop id": (
+        lambda m: edit_json(m / "generation_config.json", eos_token_id=1),
+        ("eos_token_id [1] lacks 3 ('<|end|>'), which ends a turn",),
+    ),
+    "template": (
+        lambda m: (m / "chat_template.jinja").write_text("{% for %}"),
+        ("the chat template cannot render",),
+    ),
+    "adapter config": (
+        lambda m: edit_json(m / "adapter_config.json", r=1),
+        ("an adapter_config.json beside a whole model",),
+    ),
+    "foreign file": (
+        lambda m: shutil.copyfile(m / "model-00002-of-00004.safetensors", m / "x.safetensors"),
+        ("x.safetensors: a foreign file",),
+    ),
+    "config": (lambda m: (m / "config.json").unlink(), ("config.json: missing",)),
+    "config's JSON": (lambda m: (m / "config.json").write_text("{"), ("not readable JSON",)),
+    "model type": (
+        lambda m: edit_json(m / "config.json", model_type="nonesuch"),
+        ("no causal model can be built",),
+    ),
+    "config's data type": (
+        lambda m: edit_json(m / "config.json", dtype="float16"),
+        ("config.json: dtype is 'float16', 'float32' was asked",),
+    ),
+    "layout": (
+        lambda m: (m / "pytorch_model.bin").write_bytes(b""),
+        ("weights in 2 layouts (safetensors, bin)",),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_damage_gives_a_line_that_names_it(model: Path, damage: str) -> None:
+    act, said = DAMAGES[damage]
+    act(model)
+    faults = validate(model, "float32")
+    assert len(faults) == len(said), faults
+    for fault, words in zip(faults, said, strict=True):
+        assert words in fault
+        assert "\n" not in fault
+
+
+def test_a_tied_weight_written_twice_is_a_fault(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_base(tmp_path, tie=True)
+    edit_json(tmp_path / "generation_config.json", eos_token_id=3)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (fault,) = validate(tmp_path)
+    assert "it is tied to model.embed_tokens.weight" in fault
+
+
+def test_what_is_not_yet_an_export_is_a_fault(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound / "whole", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    (fault,) = validate(tmp_path / "model")
+    assert "weights lie there as bin" in fault
+
+
+def test_a_mixture_of_experts_may_have_either_of_its_two_forms(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+        eos_token_id=3,
+        **sizes,
+    )
+    moe = AutoModelForCausalLM.from_config(config)
+    for original in (True, False):
+        out = tmp_path / str(original)
+        write_base(out, tie=False)
+        moe.save_pretrained(out, save_original_format=original)
+        assert validate(out) == ()
+
+
+# For people
+
+
+def test_the_command_prints_a_line_per_fault_and_exits_1(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", str(model), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == ""
+    edit_json(model / "config.json", vocab_size=60)
+    assert main(["validate", str(model)]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(["describe", str(model / "absent")]) == 1
+    assert "no such checkpoint folder" in capsys.readouterr().out
+
+
+def test_the_command_describes_in_a_fresh_process(model: Path) -> None:
+    done = fresh("-m", "stages.checkpoint", "describe", str(model))
+    assert json.loads(done.stdout) == describe(model)
+    assert done.returncode == 0
+
+
+# Names and files
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "{}",
+        "module.{}",
+        "module.module.{}",
+        "_orig_mod.{}",
+        "module._orig_mod.{}",
+        "base_model.model.{}",
+        "_fsdp_wrapped_module.base_model.model.{}",
+        "module.base_model.model.{}",
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(wrapped: str) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert plain_name(wrapped.format(name)) == name
+    inner = "model._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.self_attn.q_proj.weight"
+    assert plain_name(wrapped.format(inner)) == name
+
+
+def test_names_that_only_look_wrapped_are_kept() -> None:
+    name = "model.my_orig_mod.module.base_model.model.weight"
+    assert plain_name(name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("a.q.lora_A.weight", LowRank("a.q.weight", "A", None, embedding=False)),
+        ("a.q.lora_A.default.weight", LowRank("a.q.weight", "A", "default", embedding=False)),
+        ("a.q.lora_B.default.bias", LowRank("a.q.bias", "bias", "default", embedding=False)),
+        ("e.lora_embedding_B", LowRank("e.weight", "B", None, embedding=True)),
+        ("e.lora_embedding_B.ref", LowRank("e.weight", "B", "ref", embedding=True)),
+        ("a.q.lora_magnitude_vector", LowRank("a.q.weight", "magnitude", None, embedding=False)),
+        (
+            "a.q.lora_magnitude_vector.default.weight",
+            LowRank("a.q.weight", "magnitude", "default", embedding=False),
+        ),
+        ("lm_head.modules_to_save.default.weight", Saved("lm_head.weight", "default")),
+        ("lm_head.original_module.weight", Plain("lm_head.weight", wrapped=True)),
+        ("a.q.base_layer.weight", Plain("a.q.weight", wrapped=True)),
+        ("a.q.weight", Plain("a.q.weight", wrapped=False)),
+        ("a.q.lora_diag.default", Unknown("a.q.lora_diag.default")),
+        (
+            "e.token_adapter.trainable_tokens_delta.default",
+            Unknown("e.token_adapter.trainable_tokens_delta.default"),
+        ),
+    ],
+)
+def test_what_peft_adds_to_names_is_understood(name: str, meant: object) -> None:
+    assert meaning(name) == meant
+
+
+def test_written_safetensors_are_what_the_library_reads(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    tensors = {
+        "float32": torch.randn(5, 7),
+        "turned": torch.randn(4, 6).T,
+        "bfloat16": torch.randn(3).to(torch.bfloat16),
+        "scalar": torch.tensor(2.5),
+        "int64": torch.arange(6).reshape(2, 3),
+        "bool": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
+    }
+    write(of_tensors(tensors), tmp_path, dtype="float16", max_shard_size="5GB")
+    read, ours = load_file(tmp_path / "model.safetensors"), open_weights(tmp_path)
+    assert read.keys() == tensors.keys() == ours.specs.keys()
+    for name, tensor in tensors.items():
+        wanted = tensor.half() if tensor.is_floating_point() else tensor
+        assert read[name].dtype == wanted.dtype
+        assert torch.equal(read[name], wanted)
+        assert torch.equal(ours.read(name), wanted)
+
+
+def test_shards_are_split_and_indexed_as_save_pretrained_does(sound: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(sound / "whole")
+    write(of_tensors(whole.state_dict()), tmp_path, dtype="float32", max_shard_size="30KB")
+    ours, theirs = (json.loads((p / INDEX).read_text()) for p in (tmp_path, sound / "model"))
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == sorted(
+        p.name for p in (sound / "model").glob("*.safetensors")
+    )
