@@ -312,9 +312,10 @@ def _score_panel(
             found = [(place, m[key]) for place, m in enumerate(scores.values()) if key in m]
             places = [place + 0.12 * (shift - (len(keys) - 1) / 2) for place, _ in found]
             values = [e["value"] / unit for _, e in found]
+            # An end that rounding puts inside the value is no distance.
             errors = [
-                [(e["value"] - e["low"]) / unit for _, e in found],
-                [(e["high"] - e["value"]) / unit for _, e in found],
+                [max(0.0, e["value"] - e["low"]) / unit for _, e in found],
+                [max(0.0, e["high"] - e["value"]) / unit for _, e in found],
             ]
             colour = (BLUE, ORANGE)[shift]
             axis.errorbar(

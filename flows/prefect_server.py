@@ -60,10 +60,18 @@ def starting(say: Callable[[str], None]) -> Iterator[Callable[[], Api]]:
             start_new_session=True,
         ) as recorder,
     ):
+        apis: list[Api] = []
+
+        def ready() -> Api:
+            apis.append(_wait(recorder, early, say))
+            return apis[0]
+
         try:
-            yield lambda: _wait(recorder, early, say)
+            yield ready
         finally:
-            _end(recorder)
+            if apis:
+                _end(recorder)
+            recorder.kill()  # at once where no run was recorded
 
 
 def _wait(recorder: subprocess.Popen[str], early: IO[str], say: Callable[[str], None]) -> Api:
@@ -101,11 +109,9 @@ def _last_line(log: IO[str] | str) -> tuple[str, str]:
 
 
 def _end(recorder: subprocess.Popen[str]) -> None:
+    """Let the recorder finish what it has been told."""
     assert recorder.stdin
-    try:
-        with suppress(BrokenPipeError):
-            recorder.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            recorder.wait(END_SECONDS)
-    finally:
-        recorder.kill()
+    with suppress(BrokenPipeError):
+        recorder.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        recorder.wait(END_SECONDS)

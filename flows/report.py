@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -161,7 +161,8 @@ BRIEF = (
 def write_report(folder: Path, report: Report) -> Path:
     """Write ``report.md``, its figures and what it was made from into ``folder``; its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / FACTS, report.model_dump_json(indent=2))
+    facts = _with_paths(report, lambda path: Path(os.path.relpath(path, folder)))
+    write_atomically(folder / FACTS, facts.model_dump_json(indent=2))
     curves = {training.label: read_rows(training.output) for training in report.trainings}
     figures = plots.draw(folder / FIGURES, curves, scores(report))
     write_atomically(folder / NAME, markdown(report, folder=folder, figures=figures))
@@ -170,7 +171,25 @@ def write_report(folder: Path, report: Report) -> Path:
 
 def rebuild(folder: Path) -> Path:
     """Write the report of the run in ``folder`` again, from what its last report was made from."""
-    return write_report(folder, Report.model_validate_json((folder / FACTS).read_text()))
+    facts = Report.model_validate_json((folder / FACTS).read_text())
+    return write_report(folder, _with_paths(facts, lambda path: folder / path))
+
+
+def _with_paths(report: Report, change: Callable[[Path], Path]) -> Report:
+    """In the run's folder paths are relative to it, so that it can be moved with the store."""
+
+    def moved(parts: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(part.model_copy(update={"output": change(part.output)}) for part in parts)
+
+    return report.model_copy(
+        update={
+            "stages": moved(report.stages),
+            "trainings": moved(report.trainings),
+            "evaluations": moved(report.evaluations),
+            "prepared": report.prepared and change(report.prepared),
+            "tokenised": report.tokenised and change(report.tokenised),
+        }
+    )
 
 
 def scores(report: Report) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -32,7 +32,7 @@ class Convert(Config):
     """Type of every floating-point tensor. ``bfloat16`` is half the size of what training keeps
     and what inference engines load; ``float32`` loses nothing on the way to another training."""
 
-    max_shard_size: str = Field("5GB", pattern=f"^{export.SIZE.pattern}$")
+    max_shard_size: Annotated[str, Field(pattern=f"^{export.SIZE.pattern}$")] = "5GB"
     """Largest weight file, in decimal KB, MB or GB; a larger tensor gets a file of its own."""
 
     keep_adapter: bool = False

@@ -65,15 +65,14 @@ def architecture(path: Path) -> Architecture:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except _UNUSABLE as error:
-        first = str(error).splitlines()[0]
+        first = (str(error) or repr(error)).splitlines()[0]
         raise StageError(f"{path / 'config.json'}: no causal model can be built: {first}") from None
     aliases = dict(model.all_tied_weights_keys)
     state = {name: t for name, t in model.state_dict().items() if name not in aliases}
     saved = revert_weight_conversion(model, dict(state))
+    forms = (state,) if saved.keys() == state.keys() else (state, saved)
     return Architecture(
-        forms=(_shapes(state),)
-        if saved.keys() == state.keys()
-        else (_shapes(state), _shapes(saved)),
+        forms=tuple(map(_shapes, forms)),
         aliases=aliases,
         vocabulary_rows=model.get_input_embeddings().weight.shape[0],
         ignored=tuple(model._keys_to_ignore_on_load_unexpected or ()),

@@ -149,7 +149,7 @@ def _load(path: Path) -> Iterator[str]:
             path, dtype="auto", output_loading_info=True
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        yield f"{path}: from_pretrained fails: {str(error).splitlines()[0]}"
+        yield f"{path}: from_pretrained fails: {(str(error) or repr(error)).splitlines()[0]}"
         return
     info = loaded[1]
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):

@@ -3,15 +3,12 @@
 import hashlib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from configs import Config
 from stages.base import StageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PADS = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|endoftext|>", "<|finetune_right_pad_id|>")
 """Tokens that published models pad with."""
@@ -57,9 +54,9 @@ def bring(source: GGUFModel, into: Path) -> dict[str, Any]:
     path = _locate(source)
     sha256 = _verified(source, path)
     model, tokenizer = _load(path, source.dtype)
-    _set_pad(model, tokenizer)
-    stops = _stop_ids(tokenizer)
-    model.generation_config.eos_token_id = stops if len(stops) > 1 else stops[0]
+    _set_pad(tokenizer)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
     return {"parameters": model.num_parameters(), "sha256": sha256}
@@ -96,7 +93,7 @@ def _verified(source: GGUFModel, path: Path) -> str:
     return found
 
 
-def _load(path: Path, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+def _load(path: Path, dtype: str) -> tuple[Any, Any]:
     """Model and tokenizer, without a trace of the file's quantisation."""
     if find_spec("gguf") is None:
         raise StageError(f"{path}: reading GGUF needs the package gguf; type: pip install gguf")
@@ -121,14 +118,14 @@ def _load(path: Path, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokeniz
     return model, tokenizer
 
 
-def _forget_quantisation(model: "PreTrainedModel") -> None:
+def _forget_quantisation(model: Any) -> None:
     """The weights are expanded, but transformers 5.24 still calls them GGUF and will not save."""
     del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
 
 
-def _split_digits(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+def _split_digits(path: Path, tokenizer: Any) -> None:
     """transformers 5.24 ignores ``tokenizer.ggml.pre``; SmolLM's takes each digit by itself."""
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
@@ -143,23 +140,32 @@ def _split_digits(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
         )
 
 
-def _set_pad(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
+def _set_pad(tokenizer: Any) -> None:
     """Pad with a token that is not EOS, if the vocabulary has one, so that EOS can be learned."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         vocabulary = tokenizer.get_vocab()
         pads = (pad for pad in PADS if pad in vocabulary and pad != tokenizer.eos_token)
         tokenizer.pad_token = next(pads, tokenizer.pad_token or tokenizer.eos_token)
-    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
-def _stop_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """EOS, and the special token that ends a turn of the chat template if that is another one."""
-    eos = tokenizer.eos_token_id
+def _generation_config(tokenizer: Any) -> Any:
+    """Stop at EOS, and at the token that ends a turn of the chat template if that is another."""
+    from transformers import GenerationConfig
+
+    stops = list(dict.fromkeys([tokenizer.eos_token_id, *_turn_end(tokenizer)]))
+    return GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=stops if len(stops) > 1 else stops[0],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _turn_end(tokenizer: Any) -> list[int]:
+    """The first special token that the chat template sets behind an answer."""
     if not tokenizer.chat_template:
-        return [eos]
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "STOP"}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    behind = tokenizer(text.rpartition("STOP")[2], add_special_tokens=False)["input_ids"]
+        return []
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+    text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = [one for one in behind if one in special][:1]
-    return list(dict.fromkeys([eos, *ends]))
+    return [index for index in behind if index in special][:1]

@@ -2,15 +2,12 @@
 
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from configs import Config
 from stages.sources import new_task
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 PAD, TURN, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -89,7 +86,7 @@ def bring(source: NewModel, into: Path) -> dict[str, Any]:
     return {"parameters": model.num_parameters()}
 
 
-def _shape(source: NewModel, tokenizer: "PreTrainedTokenizerFast") -> "LlamaConfig":
+def _shape(source: NewModel, tokenizer: Any) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -102,7 +99,7 @@ def _shape(source: NewModel, tokenizer: "PreTrainedTokenizerFast") -> "LlamaConf
     )
 
 
-def make_tokenizer(max_length: int) -> "PreTrainedTokenizerFast":
+def make_tokenizer(max_length: int) -> Any:
     """Byte-level BPE with one token for each digit: any text has its tokens and comes back whole.
 
     The merges are learned from the sentences of :mod:`stages.sources.new_task`, to keep its rows

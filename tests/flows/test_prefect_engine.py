@@ -139,11 +139,14 @@ def history(api: str, name: str) -> tuple[dict[str, Any], dict[str, dict[str, An
 
 
 def states(api: str, name: str) -> list[str]:
-    """State names: the flow run's, then those of its tasks in the order of the pipeline."""
+    """State names: the flow run's, then those of its tasks in the order of the pipeline.
+
+    A task whose name or state has not arrived yet counts as ``?``.
+    """
     run, tasks = history(api, name)
-    order = [task for task in ("fetch {model}", "sft", "dpo") if task in tasks]
-    assert len(order) == len(tasks)
-    return [run["state"]["name"], *(tasks[task]["state"]["name"] for task in order)]
+    known = [tasks[label] for label in ("fetch {model}", "sft", "dpo") if label in tasks]
+    named = [task["state"]["name"] if task["state"] else "?" for task in known]
+    return [run["state"]["name"], *named, *("?" for _ in range(len(tasks) - len(known)))]
 
 
 @pytest.fixture(scope="session")
@@ -217,34 +220,55 @@ def test_the_configured_server_is_used_and_a_failure_is_told_once(
 def test_ctrl_c_cancels_the_run_and_leaves_no_process(api: str, script: Path, home: Path) -> None:
     with started(script, home, "stopped", {"seconds": 600}) as process:
         lines_until(process, "stage sft")
-        servers = recorders(process)
+        found = recorders(process)
         os.killpg(process.pid, signal.SIGINT)
         rest = process.communicate(timeout=30)[0]
     assert process.returncode == -signal.SIGINT
     assert rest.splitlines()[-1] == "KeyboardInterrupt"
-    assert not any(server.is_running() for server in servers)
+    assert not any(recorder.is_running() for recorder in found)
     assert states(api, "stopped") == ["Cancelled", "Reused", "Cancelled"]
     assert history(api, "stopped")[0]["state"]["message"] == "stopped by Ctrl-C"
 
 
-def test_a_killed_run_is_closed_by_its_server_which_then_ends(
+def test_ctrl_c_while_the_server_starts_ends_at_once(script: Path, tmp_path: Path) -> None:
+    with started(script, tmp_path, "unborn") as process:
+        lines_until(process, STARTING)
+        found = recorders(process)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=10) == -signal.SIGINT
+    assert not any(recorder.is_running() for recorder in found)
+
+
+def killed_in_sft(process: subprocess.Popen[str], api: str, name: str) -> list[str]:
+    """Kill the run when its history has come as far; the lines that it printed."""
+    lines = lines_until(process, "stage sft")
+    found = recorders(process)
+    while states(api, name) != ["Running", "Reused", "Running"]:
+        time.sleep(0.1)  # the events of the tasks are on their way
+    process.kill()
+    assert not psutil.wait_procs(found, timeout=30)[1]
+    return lines
+
+
+def test_a_killed_run_is_closed_by_its_recorder(api: str, script: Path, home: Path) -> None:
+    options = {"seconds": 600}
+    with started(script, home, "killed", options, PREFECT_API_URL=api) as process:
+        killed_in_sft(process, api, "killed")
+    assert states(api, "killed") == ["Crashed", "Reused", "Crashed"]
+
+
+def test_a_mute_server_is_reported_and_a_temporary_one_takes_its_place(
     api: str, script: Path, home: Path
 ) -> None:
-    """Here the configured server accepts connections and says nothing: the run must not hang."""
+    """The configured server accepts connections and says nothing: the run must not hang."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}/api"
         options = {"seconds": 600}
-        with started(script, home, "killed", options, PREFECT_API_URL=url) as process:
-            warning, *others = lines_until(process, "stage sft")
-            servers = recorders(process)
-            while states(api, "killed") != ["Running", "Reused", "Running"]:
-                time.sleep(0.1)  # the events of the tasks are on their way
-            process.kill()
-            _, alive = psutil.wait_procs(servers, timeout=30)
+        with started(script, home, "deaf", options, PREFECT_API_URL=url) as process:
+            warning, *others = killed_in_sft(process, api, "deaf")
     assert warning.startswith(f"warning: the configured Prefect server {url} cannot be used (")
     assert others == [STARTING, "stage fetch {model}", "stage sft"]
-    assert not alive
-    assert states(api, "killed") == ["Crashed", "Reused", "Crashed"]
+    assert states(api, "deaf") == ["Crashed", "Reused", "Crashed"]
 
 
 def test_a_server_that_cannot_start_is_one_clear_line(script: Path, tmp_path: Path) -> None:
@@ -265,8 +289,8 @@ def test_losing_the_server_costs_the_record_and_not_the_run(
 ) -> None:
     with started(script, home, "unrecorded", {"seconds": 3}) as process:
         lines_until(process, "stage sft")
-        for server in recorders(process):
-            server.kill()
+        for recorder in recorders(process):
+            recorder.kill()
         stage, warning, result = process.communicate(timeout=120)[0].splitlines()
     assert process.returncode == 0
     assert stage == "stage dpo"

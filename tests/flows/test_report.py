@@ -168,7 +168,9 @@ def test_an_answer_cannot_break_the_table(report: Report, run: Path) -> None:
     assert "````text\n```\ncode\n```\n````" in text
 
 
-def test_the_report_is_rebuilt_from_the_run_folder_alone(report: Report, run: Path) -> None:
+def test_the_report_is_rebuilt_from_the_run_folder_alone(
+    report: Report, run: Path, tmp_path: Path
+) -> None:
     before = write_report(run, report).read_bytes()
     figure = (run / "figures" / "loss.png").read_bytes()
     shutil.rmtree(run / "figures")
@@ -180,7 +182,8 @@ def test_the_report_is_rebuilt_from_the_run_folder_alone(report: Report, run: Pa
     assert told.stdout.strip() == str(run / "report.md")
     assert (run / "report.md").read_bytes() == before
     assert (run / "figures" / "loss.png").read_bytes() == figure
-    assert rebuild(run).read_bytes() == before
+    moved = shutil.move(run.parents[1], tmp_path.parent / f"{tmp_path.name}-moved")
+    assert rebuild(Path(moved) / "runs" / "small").read_bytes() == before
 
 
 def test_data_counts_and_quarantine(report: Report, run: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ ADAPTED: Mapping[str, Mapping[str, Any]] = {
     "dcp_lora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_rslora": True},
     "zero2_lora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_rslora": True},
     "dcp_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
+    "zero1_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
     "zero3_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
     "dcp_qlora": {},
 }
@@ -290,6 +291,46 @@ def test_equal_ends_stay_tied_and_are_written_once(bases: Path, tmp_path: Path) 
     assert "lm_head.weight" not in weights(tmp_path)
 
 
+ONE_END: Mapping[str, Mapping[str, Any]] = {
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "whole embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("end", ONE_END)
+def test_ends_of_a_tie_that_were_trained_apart_are_untied(
+    bases: Path, tmp_path: Path, end: str
+) -> None:
+    import torch
+
+    model = with_adapter(load(bases / "tied" / "model"), **ONE_END[end])
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "trained" / "model")
+    trained = tmp_path / "trained"
+    figures = convert(FLOAT32, Context(tmp_path), trained=trained, base=bases / "tied")
+    assert (figures["tied"], figures["untied"]) == (False, True)
+    assert torch.allclose(logits(load(tmp_path / "model")), wanted, atol=1e-5)
+
+
+def test_a_sharded_directory_may_hold_the_adapter_alone(bases: Path, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from peft import get_peft_model_state_dict
+
+    kind = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    model = with_adapter(load(bases / "untied" / "model"), **kind)
+    trained = tmp_path / "trained" / "model"
+    writer = dcp.FileSystemWriter(trained / "pytorch_model_fsdp_0")
+    dcp.save({"model": get_peft_model_state_dict(model)}, storage_writer=writer, no_dist=True)
+    model.peft_config["default"].save_pretrained(trained)
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
+    assert_equal(weights(tmp_path), model.merge_and_unload().state_dict())
+
+
 def test_a_resized_vocabulary_is_kept(bases: Path, tmp_path: Path) -> None:
     trained = tmp_path / "trained" / "model"
     model = load(bases / "untied" / "model")
@@ -391,7 +432,7 @@ def test_a_base_that_the_training_did_not_have_is_refused(bases: Path, tmp_path:
     assert "model 0123456789abcdef" in message
 
 
-@pytest.mark.parametrize("case", ["dcp_dora", "zero3_dora"])
+@pytest.mark.parametrize("case", ["dcp_dora", "zero1_dora", "zero3_dora"])
 def test_shards_tell_a_swapped_base_by_its_weights(shards: Path, tmp_path: Path, case: str) -> None:
     write_base(tmp_path / "other" / "model", tie=False, seed=1)
     message = refused(tmp_path, shards / case, tmp_path / "other")

@@ -99,8 +99,10 @@ def save_data(folder: Path, splits: Mapping[str, Rows]) -> Path:
 @pytest.fixture(scope="module")
 def splits() -> dict[str, Rows]:
     rng = np.random.default_rng(5)
+    whole = conversation(rng)  # every token is trained, the first too
+    whole["labels"] = whole["input_ids"]
     return {
-        "conversations/test": [conversation(rng) for _ in range(23)],
+        "conversations/test": [whole, *(conversation(rng) for _ in range(22))],
         "preferences/test": [pair(rng) for _ in range(11)],
         "preferences/train": [pair(rng) for _ in range(14)],
     }
@@ -572,6 +574,8 @@ def test_bootstrap_of_a_ratio_weighs_rows_by_their_tokens() -> None:
     ratio = Intervals().ratio([1.0, 30.0], [1, 10])
     # Each resample holds the first row twice, the second twice, or both: 1, 3 or 31 / 11.
     assert ratio == {"value": 31 / 11, "low": 1.0, "high": 3.0, "n": 2}
+    middle = Intervals(confidence=0.02).ratio([1.0, 30.0], [1, 10])
+    assert middle["low"] == middle["high"] == 31 / 11, "half of the resamples hold both"
     constant = Intervals().ratio([2.0, 6.0, 4.0], [1, 3, 2])
     assert (constant["low"], constant["high"]) == (2.0, 2.0)
 

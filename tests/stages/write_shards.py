@@ -218,6 +218,7 @@ CASES: Mapping[str, tuple[str, Callable[[Path], Any], Callable[[Any, Path], None
     "dcp_dora": ("untied", _DORA, _fsdp),
     "dcp_qlora": ("even", _quantised, _fsdp),
     "zero1_full_untied": ("untied", _full, _zero(1, bf16=True)),
+    "zero1_dora": ("untied", _DORA, _zero(1)),
     "zero2_full_tied": ("tied", _full, _zero(2)),
     "zero2_lora": ("tied", _LORA, _zero(2, exclude=True)),
     "zero3_full_tied": ("tied", _full, _zero(3)),
