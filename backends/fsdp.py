@@ -30,7 +30,7 @@ class FSDP(Config):
     """Keep the embedding (and a tied head) whole in every rank while the body is sharded."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed under bfloat16 compute; ``bfloat16`` halves the traffic."""
+    """Type gradients are summed in under bfloat16 compute; ``bfloat16`` halves the traffic."""
 
     checkpoints: Literal["full", "sharded"] = "full"
     """``full`` gathers on rank 0; ``sharded`` writes one file a rank, for models too large."""

@@ -15,8 +15,8 @@ class Local(Config):
     def plan(self, resources: Resources, *argv: str) -> Launch:
         if resources.world_size != 1:
             raise ValueError(
-                f"the local backend is one process, but {resources.world_size} ranks are asked for; "
-                "use backend.kind ddp, fsdp or deepspeed"
+                f"the local backend is one process, but {resources.world_size} ranks are asked "
+                "for; use backend.kind ddp, fsdp or deepspeed"
             )
         settings = trainer_settings(resources)
         del settings["ddp_backend"], settings["ddp_timeout"]

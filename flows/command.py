@@ -10,6 +10,7 @@ from typing import Any
 from configs import RECIPES, ConfigError, load
 from flows import report, runs
 from flows.failures import StageFailed
+from flows.prefect_server import PrefectError
 from flows.progress import duration
 from flows.run_stage import plan, run_stage
 from flows.steps import Artifact, Runner, Step
@@ -30,7 +31,7 @@ def main(
             return show_plan(config, body)
         say(f"{config.name}: {name}, recipe {recipe}")
         return _run(config, body, name=name, engine=options.engine)
-    except (ConfigError, StageFailed) as error:
+    except (ConfigError, StageFailed, PrefectError) as error:
         print(error, file=sys.stderr)
         return CONFIG_EXIT if isinstance(error, ConfigError) else FAILED_EXIT
     except OSError as error:
@@ -59,7 +60,9 @@ def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
         metavar="RECIPE.yaml | key=value",
         help="a recipe (default: tiny.yaml), then overrides such as dpo.config.beta=0.2",
     )
-    parser.add_argument("--plan", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="say what would be done, and do nothing"
+    )
     parser.add_argument(
         "--engine",
         choices=("prefect", "inline"),

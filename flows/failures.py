@@ -37,8 +37,7 @@ def explain(label: str, out: Path, log: Path, code: int) -> str:
         return _without_record(label, log, code)
     kind, advice = _classify(fault)
     lines = [
-        f"{label} failed ({kind}, rank {fault['rank']}{_at_step(out)}): "
-        f"{_one_line(fault)}",
+        f"{label} failed ({kind}, rank {fault['rank']}{_at_step(out)}): {_one_line(fault)}",
         f"  log:  {log}",
         f"  next: {advice}, then the same command again",
     ]

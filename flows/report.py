@@ -34,7 +34,7 @@ class StageRow(Config):
     label: str
     """What the run calls it, such as ``evaluate sft``."""
 
-    status: Literal["reused", "ran", "resumed"]
+    status: Literal["reused", "ran", "resumed", "planned"]
     """How the run came by its output."""
 
     output: Path

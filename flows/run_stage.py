@@ -196,9 +196,7 @@ def _with_environment(planned: Plan) -> Launch:
     if not planned.stage.online:
         env["HF_HUB_OFFLINE"] = "1"
     launch = planned.launch
-    return Launch(
-        launch.argv, env=env | dict(launch.env), trainer_args=launch.trainer_args
-    )
+    return Launch(launch.argv, env=env | dict(launch.env), trainer_args=launch.trainer_args)
 
 
 def _manifest(planned: Plan, *, seconds: float) -> manifest.Manifest:
@@ -231,5 +229,3 @@ def _ranks(out: Path) -> list[dict[str, Any]]:
     """What each rank found itself to be: wrapper, shard sizes, optimizer bytes."""
     files = sorted((out / "ranks").glob("rank-*.json"), key=lambda p: int(p.stem[5:]))
     return [json.loads(file.read_text()) for file in files]
-
-

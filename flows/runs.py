@@ -64,6 +64,7 @@ def plan_lines(planned: Plan) -> list[str]:
         lines.append(f"  cannot run here: {obstacle}")
     return lines
 
+
 def finish(config: Any, artifacts: list[Artifact]) -> Path:
     """Record what every step resolved to and write the report; its path."""
     _write(config, artifacts)
@@ -87,7 +88,9 @@ def describe(config: Any, artifacts: list[Artifact]) -> report.Report:
             report.Evaluation(
                 label=_model(a.label),
                 output=a.path,
-                baseline=_model(by_path.get(done[a.label].provenance["inputs"].get("baseline"), "")),
+                baseline=_model(
+                    by_path.get(done[a.label].provenance["inputs"].get("baseline"), "")
+                ),
             )
             for a in artifacts
             if a.stage == "evaluate"

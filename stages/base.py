@@ -10,7 +10,8 @@ from pydantic import Field
 
 from configs import Config
 
-Metrics = Mapping[str, float]
+Metrics = Mapping[str, Any]
+"""What a stage measured: JSON values by name."""
 
 
 class Interrupted(Exception):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -53,7 +53,7 @@ def dpo(config: DPO, ctx: Context, *, policy: Path, data: Path) -> Metrics:
     base = str(policy / "model")
     if not (data / "preferences" / "train").is_dir():
         raise StageError(f"{data}: holds no preference pairs; give the data stage `preferences`")
-    rows = load_from_disk(str(data / "preferences" / "train"))
+    rows: Any = load_from_disk(str(data / "preferences" / "train"))
     args = DPOConfig(
         **training.trainer_arguments(config, ctx),
         beta=config.beta,

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: TRL's trainer on tokenised conversations."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
@@ -59,7 +59,7 @@ def sft(config: SFT, ctx: Context, *, model: Path, data: Path) -> Metrics:
     from stages.watch import Watch
 
     base = str(model / "model")
-    rows = load_from_disk(str(data / "conversations" / "train"))
+    rows: Any = load_from_disk(str(data / "conversations" / "train"))
     rows = pack(rows.select_columns(["input_ids", "labels"]), config=config)
     args = SFTConfig(
         **training.trainer_arguments(config, ctx),

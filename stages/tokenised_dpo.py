@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from datasets import Dataset
 from trl import DPOTrainer
 
 
@@ -13,5 +12,5 @@ class TokenisedDPOTrainer(DPOTrainer):
     it; its SFT trainer has. Ends when DPOTrainer accepts tokenised rows.
     """
 
-    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+    def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
         return dataset

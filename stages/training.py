@@ -15,7 +15,10 @@ from stages.base import Context, Metrics, StageError
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import BitsAndBytesConfig, Trainer
+    from transformers import BitsAndBytesConfig
+
+Trainer = Any
+"""A transformers Trainer, whose own annotations do not know wrapped models."""
 
 DType = Literal["float32", "bfloat16"]
 Targets = Literal["all_linear", "attention"] | tuple[str, ...]
@@ -31,15 +34,13 @@ class Full(Config):
     kind: Literal["full"] = "full"
 
 
-class LoRA(Config):
-    """Train low-rank adapters beside the frozen weights."""
-
-    kind: Literal["lora"] = "lora"
+class Adapter(Config):
+    """What every kind of low-rank adapter has."""
 
     rank: PositiveInt = 16
     """Inner dimension of each adapter."""
 
-    alpha: PositiveFloat = 32.0
+    alpha: PositiveInt = 32
     """The adapter's product is scaled by alpha / rank; see ``rank_stabilised``."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -52,13 +53,19 @@ class LoRA(Config):
     """Scale by alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)."""
 
 
-class DoRA(LoRA):
+class LoRA(Adapter):
+    """Train low-rank adapters beside the frozen weights (arXiv:2106.09685)."""
+
+    kind: Literal["lora"] = "lora"
+
+
+class DoRA(Adapter):
     """LoRA with a learned magnitude per output (arXiv:2402.09353)."""
 
     kind: Literal["dora"] = "dora"
 
 
-class QLoRA(LoRA):
+class QLoRA(Adapter):
     """LoRA beside a base held in 4-bit NF4 (arXiv:2305.14314)."""
 
     kind: Literal["qlora"] = "qlora"
@@ -172,7 +179,7 @@ def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
     }
 
 
-def peft_config(method: Full | LoRA) -> "LoraConfig | None":
+def peft_config(method: Full | Adapter) -> "LoraConfig | None":
     """PEFT's description of ``method``, or ``None`` when every weight is trained."""
     if isinstance(method, Full):
         return None
@@ -247,7 +254,7 @@ def adjust_arguments(args: Any, ctx: Context) -> None:
         )
 
 
-def keep_embedding_whole(trainer: "Trainer") -> None:
+def keep_embedding_whole(trainer: Trainer) -> None:
     """Replicate the embedding, and a head tied to it, over the ranks that shard the body.
 
     A unit sharded over a mesh of N replicas x 1 shard is whole in every rank, and its gradient is
@@ -267,7 +274,7 @@ def keep_embedding_whole(trainer: "Trainer") -> None:
     fully_shard([embedding, head] if tied else embedding, mesh=mesh)
 
 
-def train(trainer: "Trainer", ctx: Context) -> Metrics:
+def train(trainer: Trainer, ctx: Context) -> Metrics:
     """Train to the last step, from the newest complete checkpoint if there is one, and save.
 
     Leaves ``OUT/model`` (what the trainer saved), ``OUT/metrics.jsonl`` and ``OUT/ranks/``.
@@ -293,7 +300,7 @@ def train(trainer: "Trainer", ctx: Context) -> Metrics:
     }
 
 
-def _save(trainer: "Trainer", ctx: Context) -> None:
+def _save(trainer: Trainer, ctx: Context) -> None:
     """Write ``OUT/model`` aside and rename it, once every rank is done."""
     partial, final = ctx.out / "model.partial", ctx.out / "model"
     main = trainer.args.process_index == 0
@@ -314,11 +321,11 @@ def _save(trainer: "Trainer", ctx: Context) -> None:
         partial.rename(final)
 
 
-def _gathers(trainer: "Trainer") -> bool:
+def _gathers(trainer: Trainer) -> bool:
     return "FULL_STATE_DICT" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
 
 
-def _complete(trainer: "Trainer", folder: Path) -> None:
+def _complete(trainer: Trainer, folder: Path) -> None:
     """Sharded saves bring weights alone; a reader needs config, tokenizer and adapter too."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if adapters := getattr(model, "peft_config", None):

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages import resume
 from stages.base import Context, StageError
 from stages.manifest import write_atomically
-from stages.training import NonFiniteError
+from stages.training import NonFiniteError, Trainer
 
 Logs = Mapping[str, float]
 RENAMED = {"num_tokens": "tokens", "num_input_tokens_seen": "tokens"}
@@ -87,7 +87,7 @@ class Watch(TrainerCallback):
     ) -> None:
         self.trainer.accelerator.wait_for_everyone()
         if self.rank == 0:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            folder = self.ctx.out / resume.FOLDER / f"checkpoint-{state.global_step}"
             resume.mark_complete(folder, self.ctx.promise)
         self.trainer.accelerator.wait_for_everyone()
 

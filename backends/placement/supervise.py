@@ -46,8 +46,11 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
     """
     lifeline, ours = os.pipe()
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(lifeline), str(job.log), str(job.grace_seconds)]
-        + list(job.argv),
+        [
+            *(sys.executable, "-I", "-S", __file__),
+            *(str(lifeline), str(job.log), str(job.grace_seconds)),
+            *job.argv,
+        ],
         env=dict(job.env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -119,7 +122,7 @@ def _outlasts(child: subprocess.Popen[bytes], *, wake: int, lifeline: int) -> bo
 
 
 def _end_all(child: subprocess.Popen[bytes] | None, *, grace: float, wake: int) -> None:
-    """SIGTERM to the launcher, which tells its ranks; after ``grace``, SIGKILL to all that is left."""
+    """SIGTERM to the launcher, which tells its ranks; after ``grace``, SIGKILL to what is left."""
     if child is not None:
         child.terminate()
     deadline = time.monotonic() + grace

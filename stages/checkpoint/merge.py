@@ -59,13 +59,12 @@ def updated(weight: Tensor, update: Update, adapter: Adapter) -> Tensor:
         return weight.float() + read(update.bias) * update.scaling
     transposed = _transposed(update, adapter)
     product = read(update.b) @ read(update.a)
-    delta = (product.T if transposed else product) * update.scaling
-    merged = weight.float() + delta
+    merged = torch.add(weight, (product.T if transposed else product).mul_(update.scaling))
     if not update.magnitude:
         return merged
     norm = torch.linalg.norm(merged.T if transposed else merged, dim=1)
     factor = read(update.magnitude).reshape(-1) / norm
-    return factor.view(1, -1) * merged if transposed else factor.view(-1, 1) * merged
+    return merged.mul_(factor.view(1, -1) if transposed else factor.view(-1, 1))
 
 
 def _transposed(update: Update, adapter: Adapter) -> bool:

@@ -102,7 +102,7 @@ def _snapshot(
         folder = snapshot_download(
             source.repo,
             repo_type=repo_type,
-            revision=info.sha,
+            revision=source.revision,  # by name, so that the cache knows it too
             allow_patterns=names,
             etag_timeout=TIMEOUT,
         )
@@ -135,8 +135,19 @@ def _explained(source: _Repository, repo_type: str) -> Iterator[list[str]]:
         raise StageError(
             f"{source.repo}: no revision {source.revision!r}; see {page}/tree/main for those it has"
         ) from None
+    except errors.HfHubHTTPError as fault:
+        if fault.response.status_code < 500:
+            raise StageError(
+                f"{source.repo}: {constants.ENDPOINT} refuses it ({_first_line(fault)}); "
+                "if HF_TOKEN is set, check that it is valid and may read this"
+            ) from None
+        unreachable.append(_first_line(fault))
     except (errors.HTTPError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as fault:
-        unreachable.append(str(fault).splitlines()[0] or type(fault).__name__)
+        unreachable.append(_first_line(fault))
+
+
+def _first_line(fault: Exception) -> str:
+    return next(iter(str(fault).split("\n")), "") or type(fault).__name__
 
 
 def _cached(source: _Repository, repo_type: str, needed: Sequence[str], unreachable: str) -> Path:

@@ -33,9 +33,9 @@ ThisMachine(grace_seconds=0.5).run(Launch(argv), log=log, lock=1, poll=lambda: N
 """
 
 
-def run(code: str, log: Path, **placement: float) -> int:
+def run(code: str, log: Path) -> int:
     launch = Launch((sys.executable, "-c", code))
-    return ThisMachine(**placement).run(launch, log=log, lock=1, poll=lambda: None)
+    return ThisMachine().run(launch, log=log, lock=1, poll=lambda: None)
 
 
 def alive(pid: int) -> bool:

@@ -14,4 +14,6 @@ def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     print(f"\n{title}")
     for row in (head, ["-" * width for width in widths], *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )

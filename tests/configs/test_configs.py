@@ -61,7 +61,7 @@ def test_switching_a_kind_is_one_override(tmp_path: Path) -> None:
 def test_faults_name_their_place(
     tmp_path: Path, text: str, overrides: list[str], expected: str
 ) -> None:
-    with pytest.raises(ConfigError, match=".") as caught:
+    with pytest.raises(ConfigError) as caught:
         load(Outer, recipe(tmp_path, text), overrides)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value) or "backend" in expected

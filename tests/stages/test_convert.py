@@ -317,18 +317,53 @@ def test_ends_of_a_tie_that_were_trained_apart_are_untied(
     assert torch.allclose(logits(load(tmp_path / "model")), wanted, atol=1e-5)
 
 
-def test_a_sharded_directory_may_hold_the_adapter_alone(bases: Path, tmp_path: Path) -> None:
+def save_directory(trained: Path, model: Any, state: Mapping[str, Any]) -> None:
+    """A DCP directory from one process, for states that need no second rank."""
     import torch.distributed.checkpoint as dcp
+
+    writer = dcp.FileSystemWriter(trained / "model" / "pytorch_model_fsdp_0")
+    dcp.save({"model": dict(state)}, storage_writer=writer, no_dist=True)
+    model.peft_config["default"].save_pretrained(trained / "model")
+    model.get_base_model().config.save_pretrained(trained / "model")
+
+
+def test_a_sharded_directory_may_hold_the_adapter_alone(bases: Path, tmp_path: Path) -> None:
     from peft import get_peft_model_state_dict
 
     kind = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     model = with_adapter(load(bases / "untied" / "model"), **kind)
-    trained = tmp_path / "trained" / "model"
-    writer = dcp.FileSystemWriter(trained / "pytorch_model_fsdp_0")
-    dcp.save({"model": get_peft_model_state_dict(model)}, storage_writer=writer, no_dist=True)
-    model.peft_config["default"].save_pretrained(trained)
+    save_directory(tmp_path / "trained", model, get_peft_model_state_dict(model))
     convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
     assert_equal(weights(tmp_path), model.merge_and_unload().state_dict())
+
+
+def test_biases_trained_beside_an_adapter_are_taken_from_the_shards(tmp_path: Path) -> None:
+    import torch
+
+    gpt2(tmp_path / "base")
+    kind = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}
+    model = with_adapter(load(tmp_path / "base" / "model"), **kind)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    save_directory(tmp_path / "trained", model, model.state_dict())
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=tmp_path / "base")
+    assert_equal(weights(tmp_path), model.merge_and_unload().state_dict())
+
+
+def test_shards_of_a_resized_model_with_a_second_adapter(bases: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    model = load(bases / "tied" / "model")
+    model.resize_token_embeddings(70)
+    model = with_adapter(model, target_modules=["q_proj"])
+    model.add_adapter("reference", LoraConfig(r=2, target_modules=["v_proj"]))
+    save_directory(tmp_path / "trained", model, model.state_dict())
+    figures = convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "tied")
+    assert (figures["tied"], figures["merged_parameters"]) == (True, 2)
+    wanted = model.merge_and_unload(adapter_names=["default"]).state_dict()
+    wanted.pop("lm_head.weight")
+    assert_equal(weights(tmp_path), wanted)
 
 
 def test_a_resized_vocabulary_is_kept(bases: Path, tmp_path: Path) -> None:
