@@ -30,6 +30,7 @@ def main(
         if options.plan:
             return show_plan(config, body)
         say(f"{config.name}: {name}, recipe {recipe}")
+        refuse_early(config, body)
         return _run(config, body, name=name, engine=options.engine)
     except (ConfigError, StageFailed, PrefectError) as error:
         print(error, file=sys.stderr)
@@ -108,6 +109,21 @@ def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
     print(f"\n{report.terminal_table(runs.describe(config, artifacts))}")
     print(f"\nreport: {path}  ({duration(time.time() - started)} in all)")
     return 0
+
+
+def refuse_early(config: Any, body: Body) -> None:
+    """Raise ``ConfigError`` for every stage that could not run here, before the first one does."""
+    obstacles: list[str] = []
+
+    def look(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
+        planned = plan(stage, step, config.store, label=label, inputs=inputs)
+        if planned.obstacle:
+            obstacles.append(f"{label}: {planned.obstacle}")
+        return Artifact(label, stage, planned.out, planned.identity.fingerprint, "planned")
+
+    body(config, look)
+    if obstacles:
+        raise ConfigError("\n".join(obstacles))
 
 
 def show_plan(config: Any, body: Body) -> int:

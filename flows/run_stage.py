@@ -50,6 +50,26 @@ class Plan:
         """Where an interrupted run of the same work left off."""
         return resume.newest(self.out)
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why this machine cannot do the work now, or ``None``."""
+        if self.finished:
+            return None
+        return self.step.placement.obstacle(self.step.resources) or self._other_shape()
+
+    def _other_shape(self) -> str | None:
+        newest = self.checkpoint
+        if newest is None:
+            return None
+        found, promised = resume.facts(newest), dict(self.launch.promise)
+        if found == promised:
+            return None
+        return (
+            f"{newest} was written under {_shape(found)} and this run asks for "
+            f"{_shape(promised)}, whose optimizer state has another shape; go back to the former, "
+            f"or remove {self.out} to start again"
+        )
+
 
 def plan(
     stage_name: str, step: Step[Any], store: Path, *, label: str, inputs: Mapping[str, Artifact]
@@ -89,8 +109,8 @@ def run_stage(planned: Plan, *, say: Say) -> Artifact:
     """
     if planned.finished:
         return _artifact(planned, "reused")
-    if obstacle := planned.step.placement.obstacle(planned.step.resources):
-        raise ConfigError(f"{planned.label}: {obstacle}")
+    if planned.obstacle:
+        raise ConfigError(f"{planned.label}: {planned.obstacle}")
     with _only_writer(planned, say=say) as lock:
         if planned.finished:
             return _artifact(planned, "reused")
@@ -130,18 +150,10 @@ def _make_ready(planned: Plan) -> bool:
     """Bring the output directory to a state to start from; True when there is one to resume."""
     out = planned.out
     resume.discard_incomplete(out)
-    newest = planned.checkpoint
-    if newest is None:
+    if planned.checkpoint is None:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         return False
-    found, promised = resume.facts(newest), dict(planned.launch.promise)
-    if found != promised:
-        raise ConfigError(
-            f"{planned.label}: {newest} was written under {_shape(found)} and this run asks for "
-            f"{_shape(promised)}, whose optimizer state has another shape; go back to the former, "
-            f"or remove {out} to start again"
-        )
     shutil.rmtree(out / "failures", ignore_errors=True)
     return True
 

@@ -59,9 +59,8 @@ def plan_lines(planned: Plan) -> list[str]:
             f" x {planned.accumulation_steps} accumulated x {step.resources.world_size} ranks"
         )
     lines.append(f"  command: {shlex.join(launch.argv)}")
-    obstacle = step.placement.obstacle(step.resources)
-    if obstacle and not planned.finished:
-        lines.append(f"  cannot run here: {obstacle}")
+    if planned.obstacle:
+        lines.append(f"  cannot run here: {planned.obstacle}")
     return lines
 
 

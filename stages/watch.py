@@ -8,7 +8,6 @@ import math
 import resource
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -124,6 +124,7 @@ def write_job(run: Run) -> Path:
         inputs=dict(run.inputs),
         trainer_args=settings | dict(run.settings),
         promise=dict(launch.promise),
+        device=run.resources.device,
     )
     (run.out / "job.json").write_text(job.model_dump_json())
     return run.out / "job.json"

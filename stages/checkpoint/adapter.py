@@ -95,18 +95,22 @@ def read_adapter(path: Path) -> Adapter:
 
 def peft_weights(adapter: Adapter) -> Weights:
     """The adapter's tensors under the names of PEFT's ``adapter_model.safetensors``."""
-    names = {}
+    names: dict[str, str] = {}
     for parameter, update in adapter.updates.items():
         module = f"base_model.model.{parameter.rpartition('.')[0]}"
         kind, leaf = ("lora_embedding_", "") if update.embedding else ("lora_", ".weight")
-        names |= {f"{module}.{kind}A{leaf}": update.a, f"{module}.{kind}B{leaf}": update.b}
-        names[f"{module}.lora_magnitude_vector"] = update.magnitude
-        names[f"{module}.lora_B.bias"] = update.bias
+        tensors = {
+            f"{module}.{kind}A{leaf}": update.a,
+            f"{module}.{kind}B{leaf}": update.b,
+            f"{module}.lora_B.bias": update.bias,
+            f"{module}.lora_magnitude_vector": update.magnitude,
+        }
+        names |= {name: held for name, held in tensors.items() if held}
     for parameter, name in adapter.replaced.items():
         module, _, leaf = parameter.rpartition(".")
         inner = "base_layer." if f"{module}.weight" in adapter.updates else ""
         names[f"base_model.model.{module}.{inner}{leaf}"] = name
-    return adapter.weights.renamed({new: old for new, old in names.items() if old})
+    return adapter.weights.renamed(names)
 
 
 def _refuse(file: Path, config: Mapping[str, Any]) -> None:

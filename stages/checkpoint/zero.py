@@ -29,16 +29,24 @@ def read_zero(path: Path) -> Weights:
     frozen parameters if the save excluded them. Raises :class:`StageError` when shards are missing.
     """
     folder = _tagged(path)
+    try:
+        return _weights(_pieces(folder))
+    except KeyError as missing:
+        raise StageError(f"{folder}: its files have no {missing}, so are not ZeRO's") from None
+
+
+def _pieces(folder: Path) -> Pieces:
     optimizers = [_load(file)["optimizer_state_dict"] for file in _optimizer_files(folder)]
     stage, world = int(optimizers[0]["zero_stage"]), _world_size(optimizers[0])
     if world != len(optimizers):
         raise StageError(f"{folder}: {len(optimizers)} optimizer shards of {world} ranks are there")
     models = [_load(file) for file in _model_files(folder, stage, world)]
     if stage == 3:
-        pieces = {**_frozen_cut(models), **_trained_cut(folder, models[0], optimizers)}
+        rest, trained = _rest_cut(models), _trained_cut(folder, models[0], optimizers)
     else:
-        pieces = {**_frozen_whole(models[0]), **_trained_joined(folder, models[0], optimizers)}
-    return _weights({**_buffers(models[0]), **pieces})
+        rest, trained = _rest_whole(models[0]), _trained_joined(folder, models[0], optimizers)
+    aliases = models[0]["shared_params"]
+    return {n: piece for n, piece in {**rest, **trained}.items() if n not in aliases}
 
 
 def _weights(pieces: Pieces) -> Weights:
@@ -85,24 +93,20 @@ def _trained_cut(
     return pieces
 
 
-def _frozen_whole(model: Mapping[str, Any]) -> Pieces:
-    shapes, fragments = model.get("frozen_param_shapes") or {}, model["frozen_param_fragments"]
-    return {n: (tuple(shape), (fragments[n].reshape(-1),)) for n, shape in shapes.items()}
+def _rest_whole(model: Mapping[str, Any]) -> Pieces:
+    """Stages 1 and 2: rank 0's state dict is whole, and right for what is not trained: buffers,
+    and frozen parameters, of which stage 1 keeps no fragments (and zero_to_fp32 loses them).
+    """
+    return {name: (tuple(t.shape), (t.reshape(-1),)) for name, t in model["module"].items()}
 
 
-def _frozen_cut(models: Sequence[Mapping[str, Any]]) -> Pieces:
+def _rest_cut(models: Sequence[Mapping[str, Any]]) -> Pieces:
+    """Stage 3: buffers are whole, frozen parameters are cut like trained ones."""
     shapes = models[0].get("frozen_param_shapes") or {}
     parts = [model["frozen_param_fragments"] for model in models]
-    return {n: (tuple(shape), tuple(part[n] for part in parts)) for n, shape in shapes.items()}
-
-
-def _buffers(model: Mapping[str, Any]) -> Pieces:
-    state = model["module"]
-    return {
-        name: (tuple(state[name].shape), (state[name].reshape(-1),))
-        for name in model["buffer_names"]
-        if name in state
-    }
+    frozen = {n: (tuple(shape), tuple(part[n] for part in parts)) for n, shape in shapes.items()}
+    whole = _rest_whole(models[0])
+    return frozen | {name: whole[name] for name in models[0]["buffer_names"] if name in whole}
 
 
 def _window(chunks: Sequence["Tensor"], start: int, length: int) -> "tuple[Tensor, ...]":

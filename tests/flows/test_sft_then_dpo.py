@@ -220,9 +220,9 @@ def test_ctrl_c_ends_every_process(copied: Path) -> None:
         (["sft.backend.zero_stage=2"], "sft.backend.fsdp.zero_stage: unknown key"),
         (["sft.config.epochs=many"], "sft.config.epochs: "),
         (["sft.config.global_batch_size=33"], "does not divide over 2 ranks"),
-        (["sft.resources.ranks_per_node=64", "sft.config.global_batch_size=64"], "CPU core"),
+        (["sft.resources.ranks_per_node=64", "sft.config.global_batch_size=1024"], "CPU core"),
         (["sft.resources.device=cuda", "sft.resources.ranks_per_node=64",
-          "sft.config.global_batch_size=64"], "GPU"),
+          "sft.config.global_batch_size=1024"], "GPU"),
         (["model.config.source.kind=local_model", "model.config.source.path=/no/such"],
          "/no/such: no such file or directory"),
     ],
@@ -233,7 +233,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, words: list[str], says: str
     assert done.returncode == 2
     assert says in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert not list(store.rglob("job.json")) or "core" in says or "GPU" in says
+    assert not store.exists()
 
 
 def test_empty_data_is_refused_by_the_data_stage(copied: Path, tmp_path: Path) -> None:

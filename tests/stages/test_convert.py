@@ -259,6 +259,7 @@ def test_layers_with_biases_stored_inputs_first_merge_too(
     tmp_path: Path, settings: Mapping[str, Any]
 ) -> None:
     import torch
+    from safetensors.torch import load_file
 
     gpt2(tmp_path / "base")
     kind = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, **settings}
@@ -267,7 +268,13 @@ def test_layers_with_biases_stored_inputs_first_merge_too(
         if parameter.requires_grad and name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path / "trained" / "model")
-    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=tmp_path / "base")
+    config = Convert(export_dtype="float32", keep_adapter=True)
+    convert(config, Context(tmp_path), trained=tmp_path / "trained", base=tmp_path / "base")
+    saved, kept = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "trained" / "model", tmp_path / "adapter")
+    )
+    assert_equal(kept, saved)
     assert_equal(weights(tmp_path), model.merge_and_unload().state_dict())
 
 
@@ -554,6 +561,8 @@ def copy(shards: Path, case: str, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_damaged_shards_are_named(shards: Path, tmp_path: Path) -> None:
+    import torch
+
     def cut(file: Path) -> None:
         file.write_bytes(file.read_bytes()[:-2000])
 
@@ -566,6 +575,7 @@ def test_damaged_shards_are_named(shards: Path, tmp_path: Path) -> None:
         (zero, lambda m: (m / "latest").unlink(), "latest: missing"),
         (zero, lambda m: (m / "latest").write_text("global_step9"), "names 'global_step9'"),
         (zero, lambda m: (m / rank1).unlink(), "1 optimizer shards of 2 ranks"),
+        (zero, lambda m: torch.save({"a": 1}, m / rank1), "have no 'optimizer_state_dict'"),
         (zero, lambda m: cut(m / rank1), "perhaps cut off"),
         (zero, lambda m: (m / "model.safetensors").write_bytes(b"?"), "2 layouts"),
         (zero, lambda m: shutil.rmtree(m / "global_step1"), "no weights in a known layout"),

@@ -456,7 +456,7 @@ def test_hub_data_is_what_the_patterns_match(hub: str, tmp_path: Path) -> None:
         ({"repo": "me/none"}, "me/none: no such model at {hub}, or a private one"),
         ({"repo": "me/good", "revision": "old"}, "me/good: no revision 'old'"),
         ({"repo": "me/bare"}, "me/bare@main: weights without a tokenizer"),
-        ({"repo": "me/expired"}, "me/expired: {hub} refuses it (401"),
+        ({"repo": "me/expired"}, "me/expired: {hub} refuses it (Client error '401 "),
     ],
 )
 def test_what_the_hub_refuses_is_explained(
