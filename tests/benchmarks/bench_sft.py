@@ -1,7 +1,7 @@
 """The tiny SFT stage through the flow against the same TRL script under plain torchrun.
 
-``python tests/benchmarks/bench_sft.py [REPEATS]``. Both train the same rows for the same steps on
-two CPU ranks; one after the other in turn, so that a noisy machine treats them alike.
+``PYTHONPATH=. python tests/benchmarks/bench_sft.py [REPEATS]``. Both train the same rows for
+the same steps on two CPU ranks; one after the other in turn, so that a noisy machine treats them alike.
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from table import show, spread
+from tests.benchmarks.table import show, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 100

@@ -1,4 +1,4 @@
-"""One GPU, a few minutes: the same stages through NCCL, in bfloat16, and what only a GPU can run."""
+"""One GPU, a few minutes: the same stages through NCCL, in bfloat16, and what needs a GPU."""
 
 import json
 import math
