@@ -1,7 +1,8 @@
 """The tiny SFT stage through the flow against the same TRL script under plain torchrun.
 
 ``PYTHONPATH=. python tests/benchmarks/bench_sft.py [REPEATS]``. Both train the same rows for
-the same steps on two CPU ranks; one after the other in turn, so that a noisy machine treats them alike.
+the same steps on two CPU ranks; one after the other in turn, so that a noisy machine treats them
+alike.
 """
 
 import json
