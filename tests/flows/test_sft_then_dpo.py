@@ -20,7 +20,7 @@ MODULE = "flows.sft_then_dpo"
 STAGES = ["sft", "dpo", "convert", "evaluate", "tokenize_data", "prepare_data", "fetch"]
 # The tiny recipe, with less of everything.
 SHORT = [
-    "conversations.config.source.rows=300",
+    "conversations.config.source.rows=450",
     "preferences.config.source.rows=150",
     "sft.config.max_steps=12",
     "dpo.config.max_steps=4",
@@ -105,7 +105,7 @@ def test_a_second_run_does_nothing_and_takes_seconds(finished: Path) -> None:
 
 def test_only_what_a_change_reaches_runs_again(finished: Path, tmp_path: Path) -> None:
     assert set(plan(finished).values()) == {"reuse"}
-    beta = plan(finished, "dpo.config.beta=0.3")
+    beta = plan(finished, "dpo.config.beta=0.2")
     assert {label for label, verb in beta.items() if verb == "run"} == {
         "dpo",
         "convert dpo",
