@@ -55,6 +55,7 @@ class FSDP(Config):
                 "wrapper": "fsdp",
                 "world_size": resources.world_size,
                 "shard_ranks": self._shard_ranks(resources),
+                "checkpoints": self.checkpoints,
             },
         )
 

@@ -1,12 +1,13 @@
 """Run descriptions: the strict base model, and how a YAML recipe becomes one."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 C = TypeVar("C", bound="Config")
 
@@ -16,7 +17,19 @@ RECIPES = Path(__file__).parent / "recipes"
 class Config(BaseModel):
     """An immutable, strict value: unknown keys are errors and instances are hashable."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_yes_for_a_number(cls, data: Any) -> Any:
+        """Pydantic would take ``true`` for 1, and YAML takes ``yes`` for ``true``."""
+        for name, value in data.items() if isinstance(data, Mapping) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and "bool" not in str(field.annotation):
+                raise ValueError(f"{name} is a {field.annotation}, not {value}")
+        return data
 
 
 class ConfigError(ValueError):
@@ -29,13 +42,25 @@ def load(schema: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
     Setting a ``kind`` to another value replaces its whole section, because the options of the
     old alternative mean nothing to the new one. Raises :class:`ConfigError`.
     """
-    data = _read(path)
-    for override in overrides:
+    data = _unshared(_read(path))
+    for override in sorted(overrides, key=lambda text: not _KIND.match(text)):
         _apply(data, override)
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_lines(error, path))) from None
+        lines = [f"{path}: {_line(fault, data)}" for fault in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+_KIND = re.compile(r"^[^=]*\bkind=")
+"""Overrides of a kind come first: what is set beside it is meant for the new kind."""
+
+
+def _unshared(data: Any) -> Any:
+    """A copy in which what YAML anchors share is no longer one object."""
+    if isinstance(data, dict):
+        return {key: _unshared(value) for key, value in data.items()}
+    return [_unshared(value) for value in data] if isinstance(data, list) else data
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -80,7 +105,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{override!r}: the value is not YAML ({error})") from None
+        problem = getattr(error, "problem", None) or "it cannot be read"
+        raise ConfigError(f"{override!r}: the value is not YAML ({problem})") from None
     *parents, leaf = key.split(".")
     node = data
     for depth, parent in enumerate(parents, 1):
@@ -95,14 +121,25 @@ def _apply(data: dict[str, Any], override: str) -> None:
     node[leaf] = value
 
 
-def _lines(error: ValidationError, path: Path) -> list[str]:
-    return [f"{path}: {_line(fault)}" for fault in error.errors(include_url=False)]
-
-
-def _line(fault: Mapping[str, Any]) -> str:
-    place = ".".join(str(part) for part in fault["loc"]) or "recipe"
+def _line(fault: Mapping[str, Any], data: Any) -> str:
+    place = _place(fault["loc"], data) or "recipe"
     if fault["type"] == "extra_forbidden":
         return f"{place}: unknown key, nothing reads it"
     if fault["type"] == "missing":
         return f"{place}: missing, and it has no default"
     return f"{place}: {fault['msg']} (got {fault['input']!r})"
+
+
+def _place(loc: tuple[Any, ...], data: Any) -> str:
+    """The dotted key as it is written: pydantic also names the alternative that it chose."""
+    parts = []
+    for depth, part in enumerate(loc, 1):
+        if isinstance(data, dict) and part not in data and depth < len(loc):
+            continue
+        parts.append(str(part))
+        data = data[part] if isinstance(data, (dict, list)) and _has(data, part) else None
+    return ".".join(parts)
+
+
+def _has(data: Any, part: Any) -> bool:
+    return part in data if isinstance(data, dict) else isinstance(part, int) and part < len(data)

@@ -14,6 +14,7 @@ from flows.prefect_server import PrefectError
 from flows.progress import duration
 from flows.run_stage import plan, run_stage
 from flows.steps import Artifact, Runner, Step
+from stages.base import StageError
 
 Body = Callable[[Any, Runner], list[Artifact]]
 CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
@@ -32,7 +33,7 @@ def main(
         say(f"{config.name}: {name}, recipe {recipe}")
         refuse_early(config, body)
         return _run(config, body, name=name, engine=options.engine)
-    except (ConfigError, StageFailed, PrefectError) as error:
+    except (ConfigError, StageFailed, StageError, PrefectError) as error:
         print(error, file=sys.stderr)
         return CONFIG_EXIT if isinstance(error, ConfigError) else FAILED_EXIT
     except OSError as error:

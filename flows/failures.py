@@ -50,7 +50,10 @@ def _first(folder: Path) -> dict[str, Any] | None:
     """The earliest failure on record: later ranks fail because the first one left."""
     found = []
     for file in folder.glob("rank-*.json"):
-        fault = json.loads(file.read_text())
+        try:
+            fault = json.loads(file.read_text())
+        except ValueError:  # cut short, by a full disk say
+            continue
         found.append(fault | {"rank": int(file.stem.removeprefix("rank-"))})
     return min(found, key=lambda fault: fault["time"], default=None)
 
@@ -72,18 +75,25 @@ def _one_line(fault: dict[str, Any]) -> str:
 def _at_step(out: Path) -> str:
     path = out / "metrics.jsonl"
     rows = path.read_text().splitlines() if path.exists() else []
-    return f", after step {json.loads(rows[-1])['step']}" if rows else ""
+    whole = [row for row in rows if row.startswith("{") and row.endswith("}")]
+    return f", after step {json.loads(whole[-1])['step']}" if whole else ""
 
 
 def _without_record(label: str, log: Path, code: int) -> str:
     ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if log.exists() else []
-    if "SIGKILL" in ended or any("Signal 9" in text for text in tail):
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if "No space left on device" in text:
+        return (
+            f"{label} failed (disk full): No space left on device\n  log:  {log}\n"
+            "  next: free space on the store's disk, then the same command again"
+        )
+    tail = text.splitlines()[-TAIL_LINES:]
+    if "SIGKILL" in ended or any("Signal 9" in line for line in tail):
         ended += "; a kill from outside is often the system running out of memory"
     return "\n".join(
         [
             f"{label} failed ({ended})",
-            *(f"  | {text}" for text in tail),
+            *(f"  | {line}" for line in tail),
             f"  log:  {log}",
             "  next: the same command goes on from the newest complete checkpoint",
         ]

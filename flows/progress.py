@@ -17,6 +17,7 @@ class Progress:
         self.label, self.path, self.say = label, out / "metrics.jsonl", say
         self.offset = self.path.stat().st_size if self.path.exists() else 0
         self.started = self.spoken = time.monotonic()
+        self.began = time.time()
         self.first: dict[str, Any] | None = None
         self.row: dict[str, Any] | None = None
 
@@ -44,7 +45,10 @@ class Progress:
         if not whole:
             return False
         self.offset += len(whole.encode()) + 1
-        self.row = json.loads(whole.splitlines()[-1])
+        row = json.loads(whole.splitlines()[-1])
+        if row["time"] < self.began:  # of the attempt before this one
+            return False
+        self.row = row
         self.first = self.first or self.row
         return True
 

@@ -53,8 +53,9 @@ class Plan:
     @property
     def obstacle(self) -> str | None:
         """Why this machine cannot do the work now, or ``None``."""
-        if self.finished:
-            return None
+        if done := manifest.read(self.out):
+            fault = manifest.damage(self.out, done, self.identity)
+            return f"{self.out} is damaged: {fault}; remove it to make it again" if fault else None
         return self.step.placement.obstacle(self.step.resources) or self._other_shape()
 
     def _other_shape(self) -> str | None:
@@ -107,15 +108,16 @@ def run_stage(planned: Plan, *, say: Say) -> Artifact:
     One writer per output: a second run of the same work waits for the first and reuses what it
     made. Raises :class:`StageFailed`, or ``ConfigError`` when this machine cannot run it.
     """
-    if planned.finished:
-        return _artifact(planned, "reused")
     if planned.obstacle:
         raise ConfigError(f"{planned.label}: {planned.obstacle}")
+    if planned.finished:
+        return _artifact(planned, "reused")
     with _only_writer(planned, say=say) as lock:
         if planned.finished:
             return _artifact(planned, "reused")
         resumed = _make_ready(planned)
         seconds = _execute(planned, lock=lock, say=say)
+        _check_sources(planned)
         manifest.write(planned.out, _manifest(planned, seconds=seconds))
         return _artifact(planned, "resumed" if resumed else "ran", seconds)
 
@@ -173,6 +175,16 @@ def _execute(planned: Plan, *, lock: int, say: Say) -> float:
     if code != 0:
         raise StageFailed(explain(planned.label, out, log, code))
     return time.monotonic() - started
+
+
+def _check_sources(planned: Plan) -> None:
+    """Files that the config names must still be what they were when the run was planned."""
+    again = manifest.identify(planned.stage, planned.step.config, planned.identity.inputs)
+    if again != planned.identity:
+        raise StageFailed(
+            f"{planned.label} failed: a file that its config names changed while it was read\n"
+            "  next: the same command again, when the file is at rest"
+        )
 
 
 def job(planned: Plan) -> Job:
@@ -233,6 +245,7 @@ def _manifest(planned: Plan, *, seconds: float) -> manifest.Manifest:
         identity=planned.identity,
         provenance=provenance,
         metrics=json.loads((out / "metrics.json").read_text()),
+        files=manifest.sizes(out),
         checkpoint=checkpoint.describe(model) if model.is_dir() else None,
     )
 

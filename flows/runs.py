@@ -20,7 +20,11 @@ def folder(config: Any) -> Path:
 
 def begin(config: Any) -> None:
     """Write ``run.json``: the resolved config, and, as they come, what each step resolved to."""
-    folder(config).mkdir(parents=True, exist_ok=True)
+    where = folder(config)
+    where.mkdir(parents=True, exist_ok=True)
+    for old in where.iterdir():  # what an earlier run of this name left would pass for ours
+        if old.is_symlink() or old.name in (report.NAME, report.FACTS):
+            old.unlink(missing_ok=True)
     _write(config, [])
 
 
@@ -58,7 +62,8 @@ def plan_lines(planned: Plan) -> list[str]:
             f"  batch:   {step.config.global_batch_rows} rows = {planned.micro_batch_size} a rank"
             f" x {planned.accumulation_steps} accumulated x {step.resources.world_size} ranks"
         )
-    lines.append(f"  command: {shlex.join(launch.argv)}")
+    settings = "".join(f"{name}={value} " for name, value in launch.env.items())
+    lines.append(f"  command: {settings}{shlex.join(launch.argv)}")
     if planned.obstacle:
         lines.append(f"  cannot run here: {planned.obstacle}")
     return lines
@@ -67,6 +72,8 @@ def plan_lines(planned: Plan) -> list[str]:
 def finish(config: Any, artifacts: list[Artifact]) -> Path:
     """Record what every step resolved to and write the report; its path."""
     _write(config, artifacts)
+    for artifact in artifacts:
+        link(config, artifact)
     return report.write_report(folder(config), describe(config, artifacts))
 
 

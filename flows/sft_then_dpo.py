@@ -2,6 +2,9 @@
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from configs import Config
 from flows.steps import Artifact, Runner, Step
@@ -17,7 +20,7 @@ from stages.tokenize_data import TokenizeData
 class SFTThenDPO(Config):
     """Everything the flow needs, as it appears in YAML and in the Prefect UI."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The run's folder under ``runs``; a later run of this name takes its place."""
 
     store: Path = Path("store")

@@ -4,13 +4,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from configs import Config
-from stages.base import Stage
+from stages.base import Stage, StageError
 
 NAME = "manifest.json"
 
@@ -38,6 +39,9 @@ class Manifest(Config):
     """When, where and with what: backend, resources, command, versions, seconds. Not identity."""
 
     metrics: dict[str, Any] = Field(default_factory=dict)
+    files: dict[str, int] = Field(default_factory=dict)
+    """Bytes of each file that later stages may read, by its path in the output."""
+
     checkpoint: dict[str, Any] | None = None
     """Facts about the checkpoint in the output, as ``stages.checkpoint.describe`` gives them."""
 
@@ -45,8 +49,9 @@ class Manifest(Config):
 def identify(stage: Stage, config: Config, inputs: Mapping[str, str]) -> Identity:
     """The identity of work not yet done; ``inputs`` maps each input to its fingerprint.
 
-    A ``Path`` inside ``config`` counts by the content it points to, so a moved file is the same
-    file and an edited one is not. Raises ``FileNotFoundError`` for a path that is not there.
+    A ``Path`` inside ``config`` counts by the content it points to, and a file by its name too,
+    so a moved file is the same file and an edited or renamed one is not. Raises
+    ``FileNotFoundError`` for a path that is not there.
     """
     return Identity(
         stage=stage.name,
@@ -58,7 +63,8 @@ def identify(stage: Stage, config: Config, inputs: Mapping[str, str]) -> Identit
 
 def _by_content(value: Any) -> Any:
     if isinstance(value, Path):
-        return f"sha256:{digest(value)}"
+        name = "a folder" if value.is_dir() else value.name
+        return f"sha256:{digest(value)} ({name})"
     if isinstance(value, Mapping):
         return {str(key): _by_content(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -67,22 +73,58 @@ def _by_content(value: Any) -> Any:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, or of a directory's relative names and files."""
+    """SHA-256 of a file, or of a directory's relative names and files, hidden ones left out."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
     if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        facts = path.stat()
+        return _file_digest(path.resolve(), facts.st_size, facts.st_mtime_ns)
     whole = hashlib.sha256()
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        whole.update(f"{file.relative_to(path)}\0{digest(file)}\n".encode())
+        name = file.relative_to(path)
+        if not any(part.startswith(".") for part in name.parts):
+            whole.update(f"{name}\0{digest(file)}\n".encode())
     return whole.hexdigest()
 
 
+@cache
+def _file_digest(path: Path, size: int, modified: int) -> str:
+    """Read once in a process; ``size`` and ``modified`` tell a changed file from the same one."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read(out: Path) -> Manifest | None:
-    """The manifest of a finished output, or ``None``."""
+    """The manifest of a finished output, or ``None``. Raises ``StageError`` for a damaged one."""
     path = out / NAME
-    return Manifest.model_validate_json(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return Manifest.model_validate_json(path.read_text())
+    except ValueError:
+        raise StageError(f"{path}: not a manifest; remove {out} to make it again") from None
+
+
+def sizes(out: Path) -> dict[str, int]:
+    """Bytes of each file in the folders of ``out`` that later stages read."""
+    return {
+        str(file.relative_to(out)): file.stat().st_size
+        for folder in sorted(out.iterdir())
+        if folder.is_dir() and folder.name not in ("checkpoints", "failures", "ranks")
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def damage(out: Path, found: Manifest, wanted: Identity) -> str | None:
+    """What tells that a finished output is not what its manifest says, or ``None``."""
+    if found.identity != wanted:
+        return "its manifest is that of other work"
+    have = sizes(out)
+    for name, size in found.files.items():
+        if have.get(name) != size:
+            return f"{name} is {have.get(name, 'missing')} and was {size} bytes"
+    return None
 
 
 def write(out: Path, manifest: Manifest) -> None:

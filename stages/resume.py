@@ -19,7 +19,20 @@ def step(checkpoint: Path) -> int:
 def complete(out: Path) -> list[Path]:
     """The checkpoints of ``out`` that were written to the end, oldest first."""
     found = [marker.parent for marker in (out / FOLDER).glob(f"checkpoint-*/{MARKER}")]
-    return sorted(found, key=step)
+    return sorted(filter(_is_whole, found), key=step)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether every file is there with the size that was recorded."""
+    try:
+        step(checkpoint)
+        files = json.loads((checkpoint / MARKER).read_text())["files"]
+    except (ValueError, KeyError):
+        return False
+    return all(
+        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size
+        for name, size in files.items()
+    )
 
 
 def newest(out: Path) -> Path | None:
@@ -36,11 +49,12 @@ def discard_incomplete(out: Path) -> None:
 
 def mark_complete(checkpoint: Path, facts: Mapping[str, Any]) -> None:
     """Sync every file of ``checkpoint``, then say so. Call it once all ranks have written."""
-    for file in checkpoint.rglob("*"):
-        if file.is_file():
-            _sync(file)
+    files = [file for file in checkpoint.rglob("*") if file.is_file()]
+    for file in files:
+        _sync(file)
+    sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in files}
     partial = checkpoint / f"{MARKER}.partial"
-    partial.write_text(json.dumps(dict(facts)))
+    partial.write_text(json.dumps({"facts": dict(facts), "files": sizes}))
     _sync(partial)
     partial.rename(checkpoint / MARKER)
     _sync(checkpoint)
@@ -48,7 +62,7 @@ def mark_complete(checkpoint: Path, facts: Mapping[str, Any]) -> None:
 
 def facts(checkpoint: Path) -> dict[str, Any]:
     """What was recorded when ``checkpoint`` was completed: wrapper, ranks, ZeRO stage."""
-    return json.loads((checkpoint / MARKER).read_text())
+    return json.loads((checkpoint / MARKER).read_text())["facts"]
 
 
 def _sync(path: Path) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from configs import Config
 from stages import resume
@@ -21,6 +21,7 @@ Trainer = Any
 """A transformers Trainer, whose own annotations do not know wrapped models."""
 
 DType = Literal["float32", "bfloat16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Targets = Literal["all_linear", "attention"] | tuple[str, ...]
 
 
@@ -104,7 +105,7 @@ class Training(Config):
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw"] = "adamw"
     """AdamW by PyTorch, or by bitsandbytes in 8 bits, or paged to host memory (GPU)."""
 
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of the first and second moment."""
 
     weight_decay: NonNegativeFloat = 0.0
@@ -125,7 +126,7 @@ class Training(Config):
     liger_kernel: bool = False
     """Fused Triton kernels of the optional package liger-kernel (GPU)."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seeds the adapters, dropout and the order of the rows."""
 
     @property
@@ -309,7 +310,7 @@ def _save(trainer: Trainer, ctx: Context) -> None:
         shutil.rmtree(final, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(partial))
-    if trainer.is_fsdp_enabled and not _gathers(trainer):
+    if trainer.is_fsdp_enabled and not gathers(trainer):
         from accelerate.utils import save_fsdp_model
 
         save_fsdp_model(
@@ -321,7 +322,8 @@ def _save(trainer: Trainer, ctx: Context) -> None:
         partial.rename(final)
 
 
-def _gathers(trainer: Trainer) -> bool:
+def gathers(trainer: Trainer) -> bool:
+    """Whether FSDP saves whole tensors from rank 0, and not a shard from every rank."""
     return "FULL_STATE_DICT" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
 
 

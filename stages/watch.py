@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from stages import resume
 from stages.base import Context, StageError
 from stages.manifest import write_atomically
-from stages.training import NonFiniteError, Trainer
+from stages.training import NonFiniteError, Trainer, gathers
 
 Logs = Mapping[str, float]
 RENAMED = {"num_tokens": "tokens", "num_input_tokens_seen": "tokens"}
@@ -164,6 +164,8 @@ def resident(trainer: Trainer) -> dict[str, Any]:
     facts: dict[str, Any] = {"parameter_bytes": own, "whole_parameter_bytes": whole}
     if shard_ranks is not None:
         facts["shard_ranks"] = shard_ranks
+    if trainer.is_fsdp_enabled:
+        facts["checkpoints"] = "full" if gathers(trainer) else "sharded"
     if trainer.is_deepspeed_enabled:
         facts["zero_stage"] = trainer.model_wrapped.zero_optimization_stage()
     return facts

@@ -57,14 +57,15 @@ def _instead(names: Sequence[str]) -> str:
     return "give the folder that save_pretrained wrote"
 
 
-def require_shards(folder: Path, *, place: str) -> None:
-    """Raise :class:`StageError` for a weight file that the folder's index names and lacks."""
-    for index in folder.glob("*.index.json"):
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        lacking = sorted(name for name in shards if not (folder / name).is_file())
+def require_shards(folder: Path, names: Sequence[str], *, place: str) -> None:
+    """Raise :class:`StageError` for a weight file that an index names and ``names`` lacks."""
+    for index in _matching(names, ["*.index.json"]):
+        weights = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+        shards = set(weights.values())
+        lacking = sorted(shards.difference(names))
         if lacking:
             raise StageError(
-                f"{place}: {len(lacking)} of the {len(shards)} weight files in {index.name} are "
+                f"{place}: {len(lacking)} of the {len(shards)} weight files in {index} are "
                 f"missing, the first is {lacking[0]}; complete the folder"
             )
 

@@ -50,7 +50,7 @@ def bring_model(source: HubModel, into: Path) -> dict[str, Any]:
     snapshot = _snapshot(source, "model", lambda names: folders.choose(names, place=place))
     for name in snapshot.names:
         folders.link(snapshot.folder / name, into / name)
-    folders.require_shards(into, place=place)
+    folders.require_shards(into, snapshot.names, place=place)
     folders.require_known_architecture(into, place=place)
     return {"commit": snapshot.commit}
 

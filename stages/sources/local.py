@@ -36,7 +36,7 @@ def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
         raise StageError(f"{source.path}: no such folder; give one that save_pretrained wrote")
     place = str(source.path)
     names = folders.choose(sorted(file.name for file in source.path.iterdir()), place=place)
-    folders.require_shards(source.path, place=place)
+    folders.require_shards(source.path, names, place=place)
     folders.require_known_architecture(source.path, place=place)
     for name in names:
         folders.copy(source.path / name, into / name)

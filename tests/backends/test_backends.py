@@ -55,7 +55,12 @@ def test_fsdp_plan_matches_the_record() -> None:
         "fsdp_plugin": {"reduce_dtype": "bfloat16", "dp_replicate_size": 2, "dp_shard_size": 8},
         "whole_embedding": False,
     }
-    assert launch.promise == {"wrapper": "fsdp", "world_size": 16, "shard_ranks": 8}
+    assert launch.promise == {
+        "wrapper": "fsdp",
+        "world_size": 16,
+        "shard_ranks": 8,
+        "checkpoints": "sharded",
+    }
     assert launch.env == {}
 
 

@@ -41,6 +41,21 @@ def test_switching_a_kind_is_one_override(tmp_path: Path) -> None:
     assert kept.model_dump()["zero_stage"] == 2
 
 
+def test_a_kind_is_set_before_what_belongs_to_it(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "name: a\n")
+    words = ["inner.backend.zero_stage=1", "inner.backend.kind=deepspeed"]
+    assert load(Outer, path, words).inner.backend.model_dump()["zero_stage"] == 1
+
+
+def test_an_anchor_is_a_copy(tmp_path: Path) -> None:
+    class Two(Config):
+        a: Inner
+        b: Inner
+
+    path = recipe(tmp_path, "a: &x {rate: 2}\nb: *x\n")
+    assert load(Two, path, ["a.rate=3"]) == Two(a=Inner(rate=3), b=Inner(rate=2))
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
@@ -49,6 +64,10 @@ def test_switching_a_kind_is_one_override(tmp_path: Path) -> None:
         ("name: a\ninner: {rate: fast}\n", [], "inner.rate: "),
         ("name: a\ninner: {rate: -1}\n", [], "greater than 0 (got -1)"),
         ("inner: {rate: 1}\n", [], "name: missing"),
+        ("name: a\ninner: {rate: yes}\n", [], "inner: "),
+        ("name: a\ninner: {rate: .inf}\n", [], "inner.rate: "),
+        ("name: a\n", ["inner={a"], "the value is not YAML"),
+        ("name: a\ninner: {backend: {kind: fsdp, shardng: 1}}\n", [], "inner.backend.shardng: "),
         ("name: a\nname: b\n", [], "stands twice"),
         ("name: [a\n", [], "not YAML"),
         ("- a\n", [], "a recipe is a mapping"),

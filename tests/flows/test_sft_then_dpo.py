@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from configs import RECIPES
-from stages import manifest, resume
+from stages import STAGES, manifest, resume
+from stages.fetch import Fetch
 from tests.small import ENV, ROOT, python
 
 MODULE = "flows.sft_then_dpo"
-STAGES = ["sft", "dpo", "convert", "evaluate", "tokenize_data", "prepare_data", "fetch"]
 # The tiny recipe, with less of everything.
 SHORT = [
     "conversations.config.source.rows=450",
@@ -217,7 +217,7 @@ def test_ctrl_c_ends_every_process(copied: Path) -> None:
     ("words", "says"),
     [
         (["sft.config.learning_rat=1"], "sft.config.learning_rat: unknown key"),
-        (["sft.backend.zero_stage=2"], "sft.backend.fsdp.zero_stage: unknown key"),
+        (["sft.backend.zero_stage=2"], "sft.backend.zero_stage: unknown key"),
         (["sft.config.epochs=many"], "sft.config.epochs: "),
         (["sft.config.global_batch_size=33"], "does not divide over 2 ranks"),
         (["sft.resources.ranks_per_node=64", "sft.config.global_batch_size=1024"], "CPU core"),
@@ -234,6 +234,32 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, words: list[str], says: str
     assert says in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not store.exists()
+
+
+def test_a_damaged_output_is_not_reused(copied: Path) -> None:
+    weights = next(copied.glob("convert/*/model/model.safetensors"))
+    with weights.open("r+b") as file:
+        file.truncate(1000)
+    done = flow(copied, "dpo.config.beta=0.7")
+    assert done.returncode == 2
+    assert "is damaged: model/model.safetensors is 1000 and was" in done.stderr
+    assert "remove it to make it again" in done.stderr and "Traceback" not in done.stderr
+    (weights.parents[1] / manifest.NAME).write_text("")
+    done = flow(copied, "--plan")
+    assert done.returncode == 1 and "not a manifest; remove" in done.stderr
+
+
+def test_a_renamed_file_is_another_file_and_a_moved_one_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for place in ("rows.txt", "rows.jsonl", "a/rows.jsonl"):
+        (tmp_path / place).write_text("{}")
+
+    def identity(place: str) -> str:
+        source = {"kind": "local_data", "path": tmp_path / place}
+        config = Fetch.model_validate({"source": source})
+        return manifest.identify(STAGES["fetch"], config, {}).fingerprint
+
+    assert identity("rows.jsonl") == identity("a/rows.jsonl") != identity("rows.txt")
 
 
 def test_empty_data_is_refused_by_the_data_stage(copied: Path, tmp_path: Path) -> None:

@@ -238,6 +238,7 @@ def test_a_local_model_is_copied_without_what_is_no_part_of_it(
 ) -> None:
     for name in ("optimizer.pt", "pytorch_model.bin", "modeling_mine.py", "README.md"):
         (folder / name).write_text("x")
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "away.bin"}}')
     (folder / "checkpoint-5").mkdir()
     out = bring(tmp_path / "out", kind="local_model", path=folder)
     assert {path.name for path in out.iterdir()} == {

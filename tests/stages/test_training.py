@@ -1,12 +1,15 @@
 """SFT and DPO on real ranks: every backend trains the same, and really shards."""
 
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends import DDP, FSDP, AnyBackend, DeepSpeed, Local, Resources
+from stages import resume
 from stages.base import StageError
 from stages.dpo import DPO, check_step_zero
 from stages.sft import SFT
@@ -150,3 +153,69 @@ def test_a_batch_in_tokens_is_counted_in_packed_rows() -> None:
     assert config.global_batch_rows == 8
     with pytest.raises(ValueError, match="pack_length that divides"):
         SFT(batch_unit="tokens", global_batch_size=4096, pack_length=500)
+
+
+def test_a_run_killed_between_its_last_step_and_its_save_only_saves(
+    tmp_path: Path, small: Path
+) -> None:
+    run = jobs(tmp_path, small, Local(), Resources(), save_steps=5)["sft", "full"]
+    run_jobs([run])
+    weights = (run.out / "model" / "model.safetensors").read_bytes()
+    losses = run.losses
+    shutil.rmtree(run.out / "model")
+    half = run.out / resume.FOLDER / "checkpoint-99"  # a save that a kill cut short
+    half.mkdir()
+    resume.discard_incomplete(run.out)
+    assert not half.exists() and len(resume.complete(run.out)) == 2
+    run_jobs([run])
+    assert (run.out / "model" / "model.safetensors").read_bytes() == weights
+    assert run.losses == losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3"])
+def test_resuming_is_bit_identical(trained: dict, tmp_path: Path, small: Path, name: str) -> None:
+    backend, resources = BACKENDS[name]
+    runs = jobs(tmp_path, small, backend, resources, save_steps=5)
+    run_jobs(list(runs.values()))
+    for key, run in runs.items():
+        for folder in resume.complete(run.out)[1:]:
+            shutil.rmtree(folder)
+        shutil.rmtree(run.out / "model")
+        run_jobs([run])
+        assert run.losses == trained[name][key].losses
+        for file in (run.out / "model").glob("*.safetensors"):
+            whole = trained[name][key].out / "model" / file.name
+            assert file.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "resources", "config"),
+    [
+        (FSDP(sharding="grad_op"), TWO, {}),
+        (FSDP(whole_embedding=True), TWO, {}),
+        (FSDP(sharding="hybrid", shard_ranks=2), Resources(ranks_per_node=4), {}),
+        (FSDP(), Resources(ranks_per_node=2, gradient_checkpointing=True), {}),
+        (DeepSpeed(zero_stage=1), TWO, {}),
+        (FSDP(), TWO, {"method": {"kind": "dora", "rank": 8}}),
+        (DeepSpeed(), TWO, {"method": {"kind": "dora", "rank": 8}}),
+        (FSDP(), TWO, {"method": {"kind": "qlora", "rank": 8}}),
+        (DeepSpeed(zero_stage=2), TWO, {"method": {"kind": "qlora", "rank": 8}}),
+        (FSDP(), TWO, {"pack_length": 64}),
+        (FSDP(), TWO, {"neftune_alpha": 5.0}),
+        (FSDP(), TWO, {"compute_dtype": "bfloat16"}),
+    ],
+    ids=lambda value: str(getattr(value, "kind", value))[:40],
+)
+def test_every_option_gives_the_losses_of_ddp(
+    tmp_path: Path, small: Path, backend: AnyBackend, resources: Resources, config: dict
+) -> None:
+    """bfloat16 and 4-bit weights leave more than rounding; a wrong loss is far beyond 2 %."""
+    runs = []
+    for name, which, where in (("here", backend, resources), ("ddp", DDP(), TWO)):
+        run = jobs(tmp_path / name, small, which, where)["sft", "full"]
+        runs.append(replace(run, config=run.config | config))
+        run_jobs([runs[-1]])
+    loose = "compute_dtype" in config or "qlora" in str(config)
+    assert runs[0].losses == pytest.approx(runs[1].losses, abs=1e-2 if loose else 1e-4)
