@@ -22,7 +22,11 @@ def _start_deepspeed() -> None:
     (deepspeed 0.19). Ends when accelerate starts gloo groups through DeepSpeed.
     """
     import deepspeed
+    import deepspeed.ops
 
+    # Or it compiles a shared-memory extension on first use, which takes half a minute and a C++
+    # compiler; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
