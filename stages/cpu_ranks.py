@@ -10,12 +10,12 @@ def prepare(trainer_args: Mapping[str, Any]) -> None:
     if not trainer_args.get("use_cpu") or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if "deepspeed" in trainer_args:
-        _start_deepspeed()
+        start_deepspeed()
     if "deepspeed" in trainer_args or "fsdp" in trainer_args:
         _honour_plugins()
 
 
-def _start_deepspeed() -> None:
+def start_deepspeed() -> None:
     """DeepSpeed reads its world size from a group that it started itself.
 
     With the group started by accelerate it sees one rank and refuses the batch size

@@ -13,8 +13,7 @@ from stages.manifest import write_atomically
 
 # Large unit, small unit, zeros that the conversion appends.
 UNITS = (
-    ("m", "cm", 2), ("m", "mm", 3), ("cm", "mm", 1), ("dm", "mm", 2),
-    ("km", "m", 3), ("kg", "g", 3), ("g", "mg", 3), ("l", "ml", 3),
+    ("km", "m", 3), ("m", "cm", 2), ("cm", "mm", 1), ("kg", "g", 3), ("g", "mg", 3), ("l", "ml", 3),
 )  # fmt: skip
 NUMBERS = range(100, 10_000)
 NUM_QUESTIONS = len(UNITS) * len(NUMBERS)

@@ -156,12 +156,11 @@ def task(out: Path, part: str, *, seed: int = 0, number: int = 1200) -> list[Any
     return rows(bring(out, kind="new_task", part=part, rows=number, seed=seed) / f"{part}.jsonl")
 
 
-FACTORS = {"km": 1e6, "m": 1e3, "dm": 1e2, "cm": 10, "mm": 1, "kg": 1e6, "g": 1e3, "mg": 1} | {
-    "l": 1e3, "ml": 1,
-}  # fmt: skip
+FACTORS = {"km": 10**6, "m": 1000, "cm": 10, "mm": 1, "kg": 10**6, "g": 1000, "mg": 1}
+FACTORS |= {"l": 1000, "ml": 1}
 
 
-def result(text: str) -> tuple[float, str]:
+def result(text: str) -> tuple[int, str]:
     number, unit = re.findall(r"(\d+) ([a-z]+)", text)[-1]
     return int(number) * FACTORS[unit], unit
 
@@ -430,7 +429,9 @@ def from_hub(out: Path, address: str, *, offline: bool = False, **source: Any) -
 
 def test_a_hub_model_is_pinned_and_then_comes_from_the_cache(hub: str, tmp_path: Path) -> None:
     model: dict[str, Any] = {"kind": "hub_model", "repo": "me/good"}
+    Hub.seen.clear()
     assert from_hub(tmp_path / "a", hub, **model) == ""
+    assert not [path for path in Hub.seen if path.endswith((".bin", ".py", ".onnx"))]
     names = {"config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in (tmp_path / "a" / "model").iterdir()} == names
     assert json.loads((tmp_path / "a" / "source.json").read_text())["commit"] == COMMIT
@@ -575,6 +576,8 @@ def test_a_gguf_file_becomes_an_ordinary_checkpoint(made: Path, tmp_path: Path) 
     config = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in config and config["pad_token_id"] == 0
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, made))
+    splits = [json.loads((one / "tokenizer.json").read_text()) for one in (out, made)]
+    assert splits[0]["pre_tokenizer"] == splits[1]["pre_tokenizer"]
     text = "naïve <|im_start|>user\n12 = 340\n\n 7 mm"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours.decode(ours(text)["input_ids"]) == text

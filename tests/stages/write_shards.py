@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stages import cpu_ranks
+
 VOCABULARY = 67
 RANKS = 2
 TEMPLATE = (
@@ -90,9 +92,7 @@ def rank(number: int, out: Path) -> None:
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS)}
     meeting = f"file://{out}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=RANKS)
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo")
+    cpu_ranks.start_deepspeed()
     for case, (base, build, save) in CASES.items():
         folder = out / case / "model"
         save(build(out / "base" / base / "model"), folder)
