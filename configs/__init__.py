@@ -43,12 +43,13 @@ def load(schema: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
     old alternative mean nothing to the new one. Raises :class:`ConfigError`.
     """
     data = _unshared(_read(path))
-    for override in sorted(overrides, key=lambda text: not _KIND.match(text)):
+    ordered = sorted(overrides, key=lambda text: not _KIND.match(text))
+    for override in ordered:
         _apply(data, override)
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        lines = [f"{path}: {_line(fault, data)}" for fault in error.errors(include_url=False)]
+        lines = [_line(fault, data, path, ordered) for fault in error.errors(include_url=False)]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -121,13 +122,17 @@ def _apply(data: dict[str, Any], override: str) -> None:
     node[leaf] = value
 
 
-def _line(fault: Mapping[str, Any], data: Any) -> str:
-    place = _place(fault["loc"], data) or "recipe"
+def _line(fault: Mapping[str, Any], data: Any, path: Path, overrides: Iterable[str]) -> str:
+    place, got = _place(fault["loc"], data) or "recipe", fault["input"]
+    if fault["type"] == "union_tag_invalid":
+        place, got = f"{place}.kind", got["kind"]
+    given = [each for each in overrides if f"{place}.".startswith(f"{each.partition('=')[0]}.")]
+    start = f"{repr(given[-1]) if given else path}: {place}"
     if fault["type"] == "extra_forbidden":
-        return f"{place}: unknown key, nothing reads it"
+        return f"{start}: unknown key, nothing reads it"
     if fault["type"] == "missing":
-        return f"{place}: missing, and it has no default"
-    return f"{place}: {fault['msg']} (got {fault['input']!r})"
+        return f"{start}: missing, and it has no default"
+    return f"{start}: {fault['msg']} (got {got!r})"
 
 
 def _place(loc: tuple[Any, ...], data: Any) -> str:

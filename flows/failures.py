@@ -73,10 +73,11 @@ def _one_line(fault: dict[str, Any]) -> str:
 
 
 def _at_step(out: Path) -> str:
-    path = out / "metrics.jsonl"
-    rows = path.read_text().splitlines() if path.exists() else []
-    whole = [row for row in rows if row.startswith("{") and row.endswith("}")]
-    return f", after step {json.loads(whole[-1])['step']}" if whole else ""
+    """The last step that this attempt wrote down; rows of the one before it may still be there."""
+    path, began = out / "metrics.jsonl", (out / "job.json").stat().st_mtime
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    return f", after step {rows[-1]['step']}" if rows and rows[-1]["time"] >= began else ""
 
 
 def _without_record(label: str, log: Path, code: int) -> str:

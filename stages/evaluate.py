@@ -58,9 +58,11 @@ class Evaluate(Config):
     @classmethod
     def _compiles(cls, pattern: str | None) -> str | None:
         try:
-            re.compile(pattern or "")
+            groups = re.compile(pattern or "").groups
         except re.error as error:
             raise ValueError(f"not a regular expression: {error}") from None
+        if groups > 1:
+            raise ValueError(f"has {groups} groups; mark the answer by one, others as (?:...)")
         return pattern
 
 

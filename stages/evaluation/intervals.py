@@ -54,9 +54,15 @@ class Intervals:
 
 
 def wilson(wins: float, n: int, *, confidence: float) -> tuple[float, float]:
-    """The ends of the Wilson score interval for ``wins`` out of ``n`` trials; ``n`` > 0."""
+    """The ends of the Wilson score interval for ``wins`` out of ``n`` trials; ``n`` > 0.
+
+    An end that is 0 or 1 by algebra is so exactly, whatever the rounding.
+    """
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     share, spread = wins / n, z * z / n
     centre = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return (
+        0.0 if wins == 0 else max(0.0, centre - half),
+        1.0 if wins == n else min(1.0, centre + half),
+    )

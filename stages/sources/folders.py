@@ -1,6 +1,5 @@
 """Model folders in the Hugging Face layout: which files count, and what is missing."""
 
-import json
 import os
 import shutil
 from collections.abc import Collection, Sequence
@@ -8,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stages.base import StageError
+from stages.checkpoint.json_files import read_json
 
 SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -60,7 +60,9 @@ def _instead(names: Sequence[str]) -> str:
 def require_shards(folder: Path, names: Sequence[str], *, place: str) -> None:
     """Raise :class:`StageError` for a weight file that an index names and ``names`` lacks."""
     for index in _matching(names, ["*.index.json"]):
-        weights = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+        weights = read_json(folder / index).get("weight_map")
+        if not isinstance(weights, dict):
+            raise StageError(f"{folder / index}: no weight_map in it; write the folder again")
         shards = set(weights.values())
         lacking = sorted(shards.difference(names))
         if lacking:
@@ -72,7 +74,7 @@ def require_shards(folder: Path, names: Sequence[str], *, place: str) -> None:
 
 def require_known_architecture(folder: Path, *, place: str) -> None:
     """Raise :class:`StageError` for a model that only code of its own could load."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     if "auto_map" not in config:
         return
     from transformers import CONFIG_MAPPING

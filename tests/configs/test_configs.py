@@ -73,8 +73,13 @@ def test_an_anchor_is_a_copy(tmp_path: Path) -> None:
         ("- a\n", [], "a recipe is a mapping"),
         ("name: a\n", ["inner.rate"], "dotted.key=value"),
         ("name: a\n", ["name.x=1"], "no keys under it"),
-        ("name: a\n", ["inner.backend.kind=fspd"], "inner.backend"),
+        (
+            "name: a\n",
+            ["inner.backend.kind=fspd"],
+            "'inner.backend.kind=fspd': inner.backend.kind: ",
+        ),
         ("name: a\n", ["inner.backend.zero_stage=2"], "inner.backend"),
+        ("name: a\n", ["inner.rate=fast"], "'inner.rate=fast': inner.rate: "),
     ],
 )
 def test_faults_name_their_place(

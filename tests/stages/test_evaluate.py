@@ -539,6 +539,8 @@ def test_a_pattern_that_no_reference_matches_is_refused(
 def test_a_broken_pattern_is_refused_by_the_config() -> None:
     with pytest.raises(ValidationError, match="not a regular expression"):
         Evaluate(answer_pattern="(")
+    with pytest.raises(ValidationError, match="has 2 groups"):
+        Evaluate(answer_pattern="(a)(b)")
 
 
 # Statistics
@@ -557,6 +559,12 @@ def test_a_broken_pattern_is_refused_by_the_config() -> None:
 )
 def test_wilson(wins: int, n: int, low: float, high: float) -> None:
     assert wilson(wins, n, confidence=0.95) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("n", range(1, 300))
+def test_wilson_ends_are_exact_where_they_are_known(n: int) -> None:
+    assert wilson(0, n, confidence=0.95)[0] == 0
+    assert wilson(n, n, confidence=0.95)[1] == 1
 
 
 def test_bootstrap_of_a_mean_is_the_textbook_one_for_many_rows() -> None:

@@ -274,6 +274,10 @@ def _sharded(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
+def _garbled(folder: Path) -> None:
+    (folder / "config.json").write_text("{not json")
+
+
 def _with_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
@@ -289,6 +293,7 @@ def _with_code(folder: Path) -> None:
         (_without("model.safetensors"), "no weights"),
         (_without("tokenizer.json"), "weights without a tokenizer.*add the tokenizer files"),
         (_sharded, "1 of the 2 weight files.*the first is model-00002-of-00002.safetensors"),
+        (_garbled, r"config\.json: not readable JSON"),
         (_with_code, "no model type 'mine'.*never run"),
         (shutil.rmtree, "no such folder"),
     ],
