@@ -56,7 +56,8 @@ def preference_measures(
     """Preference measures over pairs, in nats; ``before`` is the reference policy's.
 
     Without a reference: how often, and by how much, log p(chosen) > log p(rejected), whole and
-    per token. With one: reward = beta * (log p - log p_reference), its accuracy and margin, and
+    per token. With one: the changes against it. With ``beta`` too, which says that preferences were
+    trained against it: reward = beta * (log p - log p_reference), its accuracy and margin, and
     the sigmoid loss -log sigmoid(beta * margin) of Rafailov et al. (2023), "Direct preference
     optimization", eq. 7, which is ln 2 for a policy equal to its reference. Ties count half.
     """
@@ -86,10 +87,10 @@ def preference_measures(
         "chosen_logp_change": intervals.mean(chosen_change),
         "rejected_logp_change": intervals.mean(rejected_change),
         "margin_change": intervals.mean(change),
-        "reward_accuracy": intervals.share(_wins(change)),
     }
     if beta is not None:
         measures |= {
+            "reward_accuracy": intervals.share(_wins(change)),
             "chosen_reward": intervals.mean(beta * chosen_change),
             "rejected_reward": intervals.mean(beta * rejected_change),
             "reward_margin": intervals.mean(beta * change),
