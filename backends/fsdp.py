@@ -49,6 +49,10 @@ class FSDP(Config):
                 "fsdp": True,
                 "fsdp_config": self._config(recompute),
                 "fsdp_plugin": self._plugin(resources),
+                # Or each rank would keep whole float32 gradients from micro-step to micro-step.
+                "accelerator_config": {
+                    "gradient_accumulation_kwargs": {"sync_each_batch": True},
+                },
                 "whole_embedding": self.whole_embedding,
             },
             promise={

@@ -1,6 +1,7 @@
 """The command line of every flow."""
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from configs import RECIPES, ConfigError, load
-from flows import report, runs
-from flows.failures import StageFailed
+from flows import probe, report, runs
+from flows.failures import CANCELLED, PREEMPTED, StageFailed
 from flows.prefect_server import PrefectError
 from flows.progress import duration
 from flows.run_stage import plan, run_stage
@@ -17,7 +18,11 @@ from flows.steps import Artifact, Runner, Step
 from stages.base import StageError
 
 Body = Callable[[Any, Runner], list[Artifact]]
-CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
+CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT, REQUEUE_EXIT = 2, 1, 130, 75
+
+
+class Preempted(KeyboardInterrupt):
+    """A scheduler wants this machine back: SIGTERM, or SIGUSR1 some time before it."""
 
 
 def main(
@@ -25,23 +30,32 @@ def main(
 ) -> int:
     """Parse, run, and return an exit code: 0 only when every stage is done."""
     options = _parser(name, description).parse_intermixed_args(argv)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _preempt)
     recipe, overrides = _recipe(options.recipe)
     try:
         config = load(schema, recipe, overrides)
-        if options.plan:
-            return show_plan(config, body)
+        if options.plan or options.probe:
+            return show_plan(config, body, probing=options.probe)
         say(f"{config.name}: {name}, recipe {recipe}")
         refuse_early(config, body)
         return _run(config, body, name=name, engine=options.engine)
     except (ConfigError, StageFailed, StageError, PrefectError) as error:
         print(error, file=sys.stderr)
+        if isinstance(error, StageFailed) and error.kind in (PREEMPTED, CANCELLED):
+            return REQUEUE_EXIT
         return CONFIG_EXIT if isinstance(error, ConfigError) else FAILED_EXIT
     except OSError as error:
         print(f"{error.filename or 'store'}: {error.strerror or error}", file=sys.stderr)
         return FAILED_EXIT
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from what is complete", file=sys.stderr)
-        return INTERRUPTED_EXIT
+    except KeyboardInterrupt as stop:
+        what = str(stop) or "stopped"
+        print(f"{what}; the same command goes on from what is complete", file=sys.stderr)
+        return REQUEUE_EXIT if isinstance(stop, Preempted) else INTERRUPTED_EXIT
+
+
+def _preempt(*_: object) -> None:
+    raise Preempted
 
 
 def say(text: str) -> None:
@@ -66,6 +80,11 @@ def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
         "--plan", action="store_true", help="say what would be done, and do nothing"
     )
     parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="a plan, and what memory two real steps of each training stage take",
+    )
+    parser.add_argument(
         "--engine",
         choices=("prefect", "inline"),
         default="prefect",
@@ -88,13 +107,13 @@ def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
 
     def execute(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
         planned = plan(stage, step, config.store, label=label, inputs=inputs)
-        backend = f"{step.backend.kind} x{step.resources.world_size}"
+        runs.link(config, planned.promised)
         if not planned.finished:
-            say(f"{label}: {'resuming' if planned.checkpoint else 'running'} ({backend})")
+            verb = "resuming" if planned.checkpoint else "running"
+            say(f"{label}: {verb} ({planned.remaining[0].text})")
         artifact = run_stage(planned, say=say)
         took = f" in {artifact.seconds:.1f} s" if artifact.status != "reused" else ""
         say(f"{label}: {artifact.status}{took}")
-        runs.link(config, artifact)
         return artifact
 
     runs.begin(config)
@@ -120,20 +139,23 @@ def refuse_early(config: Any, body: Body) -> None:
         planned = plan(stage, step, config.store, label=label, inputs=inputs)
         if planned.obstacle:
             obstacles.append(f"{label}: {planned.obstacle}")
-        return Artifact(label, stage, planned.out, planned.identity.fingerprint, "planned")
+        return planned.promised
 
     body(config, look)
     if obstacles:
         raise ConfigError("\n".join(obstacles))
 
 
-def show_plan(config: Any, body: Body) -> int:
-    """Print what a run would do with each stage. Nothing is written."""
+def show_plan(config: Any, body: Body, *, probing: bool) -> int:
+    """Print what a run would do with each stage; nothing is kept of what a probe writes."""
 
     def preview(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
         planned = plan(stage, step, config.store, label=label, inputs=inputs)
-        print("\n".join(runs.plan_lines(planned)))
-        return Artifact(label, stage, planned.out, planned.identity.fingerprint, "planned")
+        print("\n".join(runs.plan_lines(planned)), flush=True)
+        if probing and planned.is_training:
+            found = probe.probe(planned, store=config.store, say=say)
+            print("\n".join(probe.lines(planned, found)), flush=True)
+        return planned.promised
 
     body(config, preview)
     return 0

@@ -76,6 +76,22 @@ class Evaluation(Config):
     """Name of the model that changes and rewards are measured against."""
 
 
+class Choice(Config):
+    """What the planner chose for a stage under ``auto``, and what became of it."""
+
+    label: str
+    """The stage."""
+
+    plan: str
+    """Backend, ranks and batch that it ended under."""
+
+    why: str
+    """The planner's reasons."""
+
+    moves: tuple[str, ...] = ()
+    """Moves to a plan that needs less memory, first to last."""
+
+
 class Report(Config):
     """Everything a report is made from; outputs are read where they lie."""
 
@@ -90,6 +106,9 @@ class Report(Config):
 
     evaluations: tuple[Evaluation, ...] = ()
     """From the base model to the last."""
+
+    choices: tuple[Choice, ...] = ()
+    """In the order of the run."""
 
     prepared: Path | None = None
     """Output of prepare_data, for the counts of rows."""
@@ -212,6 +231,7 @@ def markdown(report: Report, *, folder: Path, figures: Sequence[tuple[str, str]]
     parts = (
         [f"# {report.name}"],
         _stages(report, folder),
+        _choices(report),
         _scores(report),
         _figures(figures),
         _samples(report),
@@ -235,6 +255,15 @@ def _stages(report: Report, folder: Path) -> list[str]:
     ]
     head = ["stage", "status", "time", "backend x ranks", "figures", "output"]
     return ["## Stages", _table(head, rows)] if rows else []
+
+
+def _choices(report: Report) -> list[str]:
+    rows = [
+        [each.label, _cell(each.plan), _cell(each.why), _cell("\n".join(each.moves))]
+        for each in report.choices
+    ]
+    head = ["stage", "plan", "because", "moves when memory ran out"]
+    return ["## Backends that were chosen", _table(head, rows)] if rows else []
 
 
 def _scores(report: Report) -> list[str]:
@@ -385,7 +414,7 @@ def terminal_table(report: Report) -> str:
         labels = list(found)[start : start + 3]
         rows = [[line.name, *(line.text(found[label]) for label in labels)] for line in lines]
         rows = [row for row in rows if any(row[1:])]
-        parts.append(_aligned(["score", *labels], rows))
+        parts.append(aligned(["score", *labels], rows))
     return "\n\n".join(parts)
 
 
@@ -402,7 +431,7 @@ def _terminal_stages(report: Report) -> str:
         for row in report.stages
     ]
     used = sum(max(len(row[i]) for row in (head, *rows)) + 2 for i in range(4))
-    return _aligned(head, [[*row[:4], _from_the_left(row[4], WIDTH - used)] for row in rows])
+    return aligned(head, [[*row[:4], _from_the_left(row[4], WIDTH - used)] for row in rows])
 
 
 def _from_the_left(path: str, room: int) -> str:
@@ -410,7 +439,8 @@ def _from_the_left(path: str, room: int) -> str:
     return path if len(path) <= room else f"…{path[-max(room - 1, 1) :]}"
 
 
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal: columns as wide as their widest cell."""
     columns = zip_longest(head, *rows, fillvalue="")
     widths = [max(map(len, column)) for column in columns]
     rule = ["-" * width for width in widths]

@@ -14,17 +14,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from backends import Launch, split_batch
+from backends import Launch
 from configs import ConfigError
-from flows.failures import StageFailed, explain
+from flows import failures, moves, planning
+from flows.failures import Ended, Failure, StageFailed
+from flows.planning import lineage
 from flows.progress import Progress
-from flows.steps import Artifact, Step
+from flows.steps import Artifact, Lineage, Step
+from flows.ways import Way, ways
 from stages import STAGES, checkpoint, manifest, resume
 from stages.base import Job, Stage
+from stages.training import Training
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "datasets")
 Say = Callable[[str], None]
+WAIT_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,23 @@ class Plan:
     identity: manifest.Identity
     out: Path
     inputs: Mapping[str, Path]
-    launch: Launch
-    micro_batch_size: int | None
-    accumulation_steps: int | None
+    lineage: Lineage
+    ways: tuple[Way, ...]
+    """How it can be run, first choice first; none while ``auto`` lacks what it plans from."""
+
+    @property
+    def is_training(self) -> bool:
+        return isinstance(self.step.config, Training)
+
+    @property
+    def promised(self) -> Artifact:
+        """The output as if it were there already, for what is planned after it."""
+        return _artifact(self, "planned")
+
+    @property
+    def remaining(self) -> tuple[Way, ...]:
+        """The ways still to be tried: from the one that an earlier run of this work came to."""
+        return moves.remaining(self.out, self.ways, self.checkpoint)
 
     @property
     def finished(self) -> bool:
@@ -56,19 +75,34 @@ class Plan:
         if done := manifest.read(self.out):
             fault = manifest.damage(self.out, done, self.identity)
             return f"{self.out} is damaged: {fault}; remove it to make it again" if fault else None
-        return self.step.placement.obstacle(self.step.resources) or self._other_shape()
+        if not self.remaining:
+            return self.step.placement.obstacle(self.step.resources)
+        way = self.remaining[0]
+        return (
+            self.step.placement.obstacle(way.step.resources)
+            or self._other_shape(way)
+            or self._small_disk()
+        )
 
-    def _other_shape(self) -> str | None:
-        newest = self.checkpoint
-        if newest is None:
-            return None
-        found, promised = resume.facts(newest), dict(self.launch.promise)
-        if found == promised:
+    def _small_disk(self) -> str | None:
+        needed = planning.disk_bytes(self.step, self.lineage)
+        place = next(folder for folder in self.out.absolute().parents if folder.is_dir())
+        free = shutil.disk_usage(place).free
+        if needed is None or needed <= free:
             return None
         return (
-            f"{newest} was written under {_shape(found)} and this run asks for "
-            f"{_shape(promised)}, whose optimizer state has another shape; go back to the former, "
-            f"or remove {self.out} to start again"
+            f"checkpoints and model take up to {needed / 1e9:.2f} GB and the disk of {place} has "
+            f"{free / 1e9:.2f} GB free; free some, lower keep_checkpoints, or move the store"
+        )
+
+    def _other_shape(self, way: Way) -> str | None:
+        newest = self.checkpoint
+        if newest is None or moves.continues(way, newest):
+            return None
+        return (
+            f"{newest} was written under {_shape(resume.facts(newest))} and this run asks for "
+            f"{_shape(way.launch.promise)}, whose optimizer state has another shape; go back to "
+            f"the former, or remove {self.out} to start again"
         )
 
 
@@ -86,13 +120,12 @@ def plan(
             stage, step.config, {name: given.fingerprint for name, given in inputs.items()}
         )
         out = store / stage.name / identity.fingerprint
-        launch = step.backend.plan(step.resources, "-m", "stages", str(out / "job.json"))
-        rows = getattr(step.config, "global_batch_rows", None)
-        split = split_batch(rows, step.resources) if rows is not None else (None, None)
+        known = lineage(step, out, [given.lineage for given in inputs.values()])
+        found = ways(step, out, known)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(f"{label}: {error}") from None
     paths = {name: given.path for name, given in inputs.items()}
-    return Plan(label, stage, step, identity, out, paths, launch, *split)
+    return Plan(label, stage, step, identity, out, paths, known, found)
 
 
 def _check_inputs(stage: Stage, inputs: Mapping[str, Artifact]) -> None:
@@ -112,13 +145,17 @@ def run_stage(planned: Plan, *, say: Say) -> Artifact:
         raise ConfigError(f"{planned.label}: {planned.obstacle}")
     if planned.finished:
         return _artifact(planned, "reused")
+    assert planned.ways, f"{planned.label}: inputs are complete, so auto has what it plans from"
     with _only_writer(planned, say=say) as lock:
         if planned.finished:
             return _artifact(planned, "reused")
-        resumed = _make_ready(planned)
-        seconds = _execute(planned, lock=lock, say=say)
+        if _was_done(planned, planned.remaining[0]):
+            resumed, way, seconds = True, planned.remaining[0], 0.0
+        else:
+            resumed = _make_ready(planned)
+            way, seconds = _execute(planned, lock=lock, say=say)
         _check_sources(planned)
-        manifest.write(planned.out, _manifest(planned, seconds=seconds))
+        manifest.write(planned.out, _manifest(planned, way, seconds=seconds))
         return _artifact(planned, "resumed" if resumed else "ran", seconds)
 
 
@@ -130,6 +167,7 @@ def _artifact(planned: Plan, status: Any, seconds: float = 0.0) -> Artifact:
         fingerprint=planned.identity.fingerprint,
         status=status,
         seconds=seconds,
+        lineage=lineage(planned.step, planned.out, [planned.lineage]),
     )
 
 
@@ -144,8 +182,19 @@ def _only_writer(planned: Plan, *, say: Say) -> Iterator[int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say(f"{planned.label}: another run is making this; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _wait_for(file.fileno(), Progress(planned.label, planned.out, say=say))
         yield file.fileno()
+
+
+def _wait_for(lock: int, progress: Progress) -> None:
+    """Wait for the lock, and tell meanwhile how its holder gets on."""
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            progress.poll()
+            time.sleep(WAIT_SECONDS)
 
 
 def _make_ready(planned: Plan) -> bool:
@@ -153,8 +202,7 @@ def _make_ready(planned: Plan) -> bool:
     out = planned.out
     resume.discard_incomplete(out)
     if planned.checkpoint is None:
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
+        moves.clear(out)
         return False
     shutil.rmtree(out / "failures", ignore_errors=True)
     return True
@@ -164,17 +212,72 @@ def _shape(promise: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in sorted(promise.items()))
 
 
-def _execute(planned: Plan, *, lock: int, say: Say) -> float:
-    """Run the command; the seconds from its start to the end of its last process."""
-    out, log = planned.out, planned.out / "log.txt"
-    manifest.write_atomically(out / "job.json", job(planned).model_dump_json(indent=2))
+def _execute(planned: Plan, *, lock: int, say: Say) -> tuple[Way, float]:
+    """Run the first way that memory suffices for; it, and the seconds that all of them took."""
+    started, retries = time.monotonic(), planned.step.retries
+    left = list(planned.remaining)
+    while failure := _try(planned, left[0], lock=lock, say=say):
+        if failure.kind.policy == "less memory" and len(left) > 1:
+            failed = left.pop(0)
+            say(f"{planned.label}: {moves.move(planned.out, failed, left[0], failure)}")
+        elif failure.kind.policy == "again" and retries:
+            retries -= 1
+            say(f"{failure.text.splitlines()[0]}; going on from {_start(planned)}")
+            _make_ready(planned)
+        else:
+            raise StageFailed(failure.text, kind=failure.kind)
+    return left[0], time.monotonic() - started
+
+
+def _start(planned: Plan) -> str:
+    newest = planned.checkpoint
+    return f"step {resume.step(newest)}" if newest else "the start"
+
+
+def _try(planned: Plan, way: Way, *, lock: int, say: Say) -> Failure | None:
+    """Run one way to its end; ``None`` when it is done."""
+    out, log, placement = planned.out, planned.out / "log.txt", way.step.placement
+    manifest.write_atomically(out / "job.json", _job_text(planned, way))
+    since = log.stat().st_size if log.exists() else 0
+    killed = failures.num_oom_kills()
     progress = Progress(planned.label, out, say=say)
-    launch = _with_environment(planned)
-    started = time.monotonic()
-    code = planned.step.placement.run(launch, log=log, lock=lock, poll=progress.poll)
-    if code != 0:
-        raise StageFailed(explain(planned.label, out, log, code))
-    return time.monotonic() - started
+    launch = _with_environment(planned, way)
+    try:
+        code = placement.run(launch, gpus=_gpus(way), log=log, lock=lock, poll=progress.poll)
+    except KeyboardInterrupt as stop:
+        newest = planned.checkpoint
+        step = resume.step(newest) if newest else None
+        raise type(stop)(failures.stopped(planned.label, step, placement.ended(out))) from None
+    if code == 0:
+        return None
+    facts = placement.ended(out) or {"why": None, "silent": {}}
+    ended = Ended(
+        code,
+        log,
+        since=since,
+        oom_kills=failures.num_oom_kills() - killed,
+        asked=facts["why"] == "asked",
+        silent={int(rank): beat for rank, beat in facts["silent"].items()},
+    )
+    return failures.diagnose(planned.label, out, ended)
+
+
+def _gpus(way: Way) -> int:
+    resources = way.step.resources
+    return resources.ranks_per_node if resources.device == "cuda" else 0
+
+
+def _was_done(planned: Plan, way: Way) -> bool:
+    """Whether this very job has run to its end already, for a flow that was gone by then."""
+    out = planned.out
+    ended = way.step.placement.ended(out)
+    if ended is None or ended["code"] != 0 or not (out / "metrics.json").exists():
+        return False
+    return (out / "job.json").read_text() == _job_text(planned, way)
+
+
+def _job_text(planned: Plan, way: Way) -> str:
+    return job(planned, way).model_dump_json(indent=2)
 
 
 def _check_sources(planned: Plan) -> None:
@@ -187,27 +290,27 @@ def _check_sources(planned: Plan) -> None:
         )
 
 
-def job(planned: Plan) -> Job:
+def job(planned: Plan, way: Way) -> Job:
     """What every rank is handed."""
-    settings = dict(planned.launch.trainer_args)
-    if planned.micro_batch_size is not None:
+    settings = dict(way.launch.trainer_args)
+    if way.micro_batch_size is not None:
         settings |= {
-            "per_device_train_batch_size": planned.micro_batch_size,
-            "gradient_accumulation_steps": planned.accumulation_steps,
-            "save_steps": planned.step.save_every,
-            "save_total_limit": planned.step.keep_checkpoints,
+            "per_device_train_batch_size": way.micro_batch_size,
+            "gradient_accumulation_steps": way.accumulation_steps,
+            "save_steps": way.step.save_every,
+            "save_total_limit": way.step.keep_checkpoints,
         }
     return Job(
         stage=planned.stage.name,
-        config=planned.step.config.model_dump(mode="json"),
+        config=way.step.config.model_dump(mode="json"),
         inputs=dict(planned.inputs),
         trainer_args=settings,
-        promise=dict(planned.launch.promise),
-        device=planned.step.resources.device,
+        promise=dict(way.launch.promise),
+        device=way.step.resources.device,
     )
 
 
-def _with_environment(planned: Plan) -> Launch:
+def _with_environment(planned: Plan, way: Way) -> Launch:
     """The four packages' generic names must resolve to this project in every rank."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {
@@ -219,23 +322,25 @@ def _with_environment(planned: Plan) -> Launch:
     }
     if not planned.stage.online:
         env["HF_HUB_OFFLINE"] = "1"
-    launch = planned.launch
+    launch = way.launch
     return Launch(launch.argv, env=env | dict(launch.env), trainer_args=launch.trainer_args)
 
 
-def _manifest(planned: Plan, *, seconds: float) -> manifest.Manifest:
-    step, out = planned.step, planned.out
+def _manifest(planned: Plan, way: Way, *, seconds: float) -> manifest.Manifest:
+    step, out = way.step, planned.out
     provenance = {
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 2),
         "host": platform.node(),
-        "command": list(planned.launch.argv),
+        "command": list(way.launch.argv),
         "inputs": {name: str(path) for name, path in planned.inputs.items()},
         "backend": step.backend.model_dump(mode="json"),
         "world_size": step.resources.world_size,
         "resources": step.resources.model_dump(mode="json"),
-        "micro_batch_size": planned.micro_batch_size,
-        "accumulation_steps": planned.accumulation_steps,
+        "micro_batch_size": way.micro_batch_size,
+        "accumulation_steps": way.accumulation_steps,
+        "choice": [way.text, way.why] if way.why else None,
+        "moves": moves.read(out),
         "ranks": _ranks(out),
         "versions": {"python": platform.python_version()}
         | {name: metadata.version(name) for name in PACKAGES},

@@ -6,9 +6,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from flows import report
+from flows import moves, report
 from flows.run_stage import Plan
 from flows.steps import Artifact
+from flows.ways import Way
 from stages import manifest, resume
 from stages.manifest import write_atomically
 
@@ -31,6 +32,8 @@ def begin(config: Any) -> None:
 def link(config: Any, artifact: Artifact) -> None:
     """``RUNS/<name>/<label>`` points to the stage's output in the store."""
     path = folder(config) / artifact.label.replace(" ", "-")
+    if path.is_symlink() and path.resolve() == artifact.path.resolve():
+        return  # the order of the links is that of the stages
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.symlink_to(os.path.relpath(artifact.path.resolve(), path.parent.resolve()))
     partial.rename(path)
@@ -47,25 +50,37 @@ def _write(config: Any, artifacts: list[Artifact]) -> None:
 
 def plan_lines(planned: Plan) -> list[str]:
     """What would happen to one stage, for people."""
-    step, launch = planned.step, planned.launch
     newest = planned.checkpoint
     verb = "reuse" if planned.finished else "run"
     if not planned.finished and newest:
         verb = f"resume from step {resume.step(newest)}"
     lines = [f"{planned.label}: {verb}", f"  output:  {planned.out}"]
+    if not planned.remaining:
+        missing = planned.obstacle or "the model and the rows are not there yet"
+        return [*lines, f"  backend: auto, chosen when the stage starts ({missing})"]
+    way, *others = planned.remaining
+    lines += _way_lines(planned, way)
+    lines += [f"  else:    {other.text}" for other in others]
+    if planned.obstacle:
+        lines.append(f"  cannot run here: {planned.obstacle}")
+    return lines
+
+
+def _way_lines(planned: Plan, way: Way) -> list[str]:
+    step, launch = way.step, way.launch
     ranks = f"{step.resources.world_size} on {step.resources.device}"
     if step.resources.nodes > 1:
         ranks += f" ({step.resources.nodes} nodes x {step.resources.ranks_per_node})"
-    lines.append(f"  backend: {step.backend.kind}, ranks: {ranks}")
-    if planned.micro_batch_size is not None:
+    lines = [f"  backend: {step.backend.kind}, ranks: {ranks}"]
+    if way.why:
+        lines.append(f"  because: {way.why}")
+    if way.micro_batch_size is not None:
         lines.append(
-            f"  batch:   {step.config.global_batch_rows} rows = {planned.micro_batch_size} a rank"
-            f" x {planned.accumulation_steps} accumulated x {step.resources.world_size} ranks"
+            f"  batch:   {step.config.global_batch_rows} rows = {way.micro_batch_size} a rank"
+            f" x {way.accumulation_steps} accumulated x {step.resources.world_size} ranks"
         )
     settings = "".join(f"{name}={value} " for name, value in launch.env.items())
     lines.append(f"  command: {settings}{shlex.join(launch.argv)}")
-    if planned.obstacle:
-        lines.append(f"  cannot run here: {planned.obstacle}")
     return lines
 
 
@@ -101,6 +116,12 @@ def describe(config: Any, artifacts: list[Artifact]) -> report.Report:
             for a in artifacts
             if a.stage == "evaluate"
         ),
+        choices=tuple(
+            report.Choice(label=label, plan=plan, why=why, moves=_moves(found))
+            for label, found in done.items()
+            if (choice := found.provenance.get("choice"))
+            for plan, why in [choice]
+        ),
         prepared=_output(artifacts, "prepare_data"),
         tokenised=_output(artifacts, "tokenize_data"),
         versions=_versions(artifacts, done),
@@ -118,6 +139,10 @@ def _row(artifact: Artifact, done: manifest.Manifest) -> report.StageRow:
         world_size=done.provenance["world_size"],
         metrics={key: done.metrics[key] for key in shown if key in done.metrics},
     )
+
+
+def _moves(done: manifest.Manifest) -> tuple[str, ...]:
+    return tuple(moves.describe(fact) for fact in done.provenance.get("moves", ()))
 
 
 def _model(label: str) -> str:

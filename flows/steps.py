@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from backends import AnyBackend, Local, Resources
 from backends.placement import AnyPlacement, ThisMachine
@@ -29,11 +29,29 @@ class Step(Config, Generic[C]):
     placement: AnyPlacement = ThisMachine()
     """Where it runs."""
 
+    retries: NonNegativeInt = 1
+    """Times that a job which crashed, hung or lost a peer goes on by itself from its newest
+    complete checkpoint. A fault in the input or the settings is never tried again."""
+
     save_every: PositiveInt = 100
     """Optimizer steps between checkpoints."""
 
     keep_checkpoints: PositiveInt = Field(default=2, ge=2)
     """Newest checkpoints kept; at least two, so that one is whole while another is written."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What the planner wants to know of a stage's inputs, as far as it is known."""
+
+    model: str | None = None
+    """Where the model's shape can be read: a checkpoint folder, or a hub id."""
+
+    longest_conversation: int | None = None
+    """Tokens of the longest training row, or the limit that holds before rows are counted."""
+
+    longest_pair: int | None = None
+    """The same of the longer side of a preference pair, its prompt included."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,8 @@ class Artifact:
     status: Status
     seconds: float = 0.0
     """Wall time of this run's part; 0 when reused."""
+
+    lineage: Lineage = Lineage()
 
 
 class Runner(Protocol):

@@ -5,6 +5,7 @@ from stages.convert import convert
 from stages.dpo import dpo
 from stages.evaluate import evaluate
 from stages.fetch import fetch
+from stages.longest_rows import longest_rows
 from stages.prepare_data import prepare_data
 from stages.sft import sft
 from stages.tokenize_data import tokenize_data
@@ -15,9 +16,10 @@ STAGES = {
         Stage(fetch, online=True),
         Stage(prepare_data),
         Stage(tokenize_data),
-        Stage(sft),
-        Stage(dpo),
+        Stage(sft, beats=True),
+        Stage(dpo, beats=True),
         Stage(convert),
-        Stage(evaluate),
+        Stage(evaluate, beats=True),
+        Stage(longest_rows),
     )
 }

@@ -7,28 +7,52 @@ import time
 import traceback
 from pathlib import Path
 
-from stages import STAGES
-from stages.base import Context, Job
+from stages import STAGES, stopping
+from stages.base import Context, Interrupted, Job
+from stages.beats import Beats, write_stacks_on_request
 from stages.manifest import write_atomically
+
+LOGS = "logs"
 
 
 def main(path: Path) -> None:
     """Run the job; a failure is recorded per rank, so that the first guilty one can be named."""
-    out = path.parent
-    rank = int(os.environ.get("RANK", "0"))
+    out, rank = path.parent, int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        _own_log(out / LOGS / f"rank-{rank}.log")
     try:
         job = Job.model_validate_json(path.read_text())
         stage = STAGES[job.stage]
+        if stage.beats:
+            Beats(out).beat("start")
+            write_stacks_on_request(out)
         config = stage.config_type.model_validate(job.config)
         ctx = Context(
             out=out, trainer_args=job.trainer_args, promise=job.promise, device=job.device
         )
         metrics = stage.fn(config, ctx, **job.inputs)
+    except Interrupted as stopped:
+        _record(out / "failures" / f"rank-{rank}.json", stopped)
+        sys.exit(stopping.EXIT_CODE)
     except BaseException as error:
         _record(out / "failures" / f"rank-{rank}.json", error)
         raise
     if rank == 0:
         write_atomically(out / "metrics.json", json.dumps(dict(metrics), indent=2))
+
+
+def _own_log(path: Path) -> None:
+    """Send what this rank prints, its libraries and their threads too, to a file of its own.
+
+    The log of the attempt before this one is kept beside it.
+    """
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        path.rename(path.with_suffix(".log.before"))
+    with path.open("wb") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
 
 
 def _record(path: Path, error: BaseException) -> None:

@@ -50,6 +50,9 @@ class Stage:
     online: bool = False
     """May reach the network; every other stage runs with the hub switched off."""
 
+    beats: bool = False
+    """Its ranks write beats and wait for one another, so that one that falls silent is a hang."""
+
     @property
     def name(self) -> str:
         return self.fn.__name__

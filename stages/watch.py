@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages import resume
-from stages.base import Context, StageError
+from stages.base import Context, Interrupted, StageError
+from stages.beats import Beats, Phase
 from stages.manifest import write_atomically
+from stages.stopping import StopRequest
 from stages.training import NonFiniteError, Trainer, gathers
 
 Logs = Mapping[str, float]
@@ -36,6 +39,9 @@ class Watch(TrainerCallback):
         self.rank = trainer.args.process_index
         self.metrics = ctx.out / "metrics.jsonl"
         self.last: tuple[float, float] | None = None
+        self.beats = Beats(ctx.out, heeds_stop=True)
+        self.request = StopRequest(ctx.out)
+        self.leaving = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -44,7 +50,7 @@ class Watch(TrainerCallback):
             self.trainer
         )
         verify(found, self.ctx.promise)
-        self._note(found)
+        self._note(found | {"process_bytes": process_bytes(self.ctx.device, found)})
         if self.rank == 0:
             self._drop_rows_after(state.global_step)
             if self.trainer.is_deepspeed_enabled:
@@ -53,6 +59,7 @@ class Watch(TrainerCallback):
                     self.ctx.out / "deepspeed.json", json.dumps(resolved, indent=2, default=str)
                 )
         self.last = (time.time(), float(state.num_input_tokens_seen or 0))
+        self.request.listen()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -61,6 +68,18 @@ class Watch(TrainerCallback):
         facts = json.loads(noted.read_text())
         if "optimizer_bytes" not in facts:
             self._note(facts | {"optimizer_bytes": optimizer_bytes(self.trainer)})
+        self._beat("step", state)
+        if state.global_step < state.max_steps and self.request.agreed(self.ctx.device):
+            self.leaving = control.should_save = control.should_training_stop = True
+        if control.should_save:
+            self._beat("save", state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._beat("save", state)
+        noted = json.loads((self.ctx.out / "ranks" / f"rank-{self.rank}.json").read_text())
+        self._note(noted | {"peak_bytes": memory_bytes(self.ctx.device)})
 
     def on_log(
         self,
@@ -89,6 +108,12 @@ class Watch(TrainerCallback):
             folder = self.ctx.out / resume.FOLDER / f"checkpoint-{state.global_step}"
             resume.mark_complete(folder, self.ctx.promise)
         self.trainer.accelerator.wait_for_everyone()
+        self._beat("step", state)
+        if self.leaving:
+            raise Interrupted(f"asked to stop; step {state.global_step} is saved")
+
+    def _beat(self, phase: Phase, state: TrainerState) -> None:
+        self.beats.beat(phase, step=state.global_step, total_steps=state.max_steps)
 
     def _append(self, logs: Logs, state: TrainerState) -> None:
         now = time.time()
@@ -182,6 +207,16 @@ def optimizer_bytes(trainer: Trainer) -> int:
     states = (value for state in optimizer.state.values() for value in state.values())
     tensors = (v.to_local() if isinstance(v, DTensor) else v for v in states if torch.is_tensor(v))
     return masters + sum(t.numel() * t.element_size() for t in tensors)
+
+
+def process_bytes(device: str, found: Mapping[str, Any]) -> int:
+    """Of what `memory_bytes` counts, what is neither weights nor made by training.
+
+    On a CPU that is the interpreter and its libraries; on a GPU only tensors are counted.
+    """
+    if device == "cuda":
+        return 0
+    return psutil.Process().memory_info().rss - found["parameter_bytes"]
 
 
 def memory_bytes(device: str) -> int:

@@ -1,6 +1,7 @@
 """Fixtures that tests share."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.small import ENV, write_model, write_rows
 @pytest.fixture(scope="session", autouse=True)
 def quiet_environment() -> None:
     os.environ.update(ENV)
+    # A shell starts what it runs in the background deaf to Ctrl-C, which children would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

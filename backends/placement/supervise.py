@@ -3,11 +3,18 @@
 ``torchrun`` starts every rank in a session of its own, so neither ending its process nor its
 process group ends the ranks. A supervisor does: it leads a session of its own, adopts orphaned
 descendants (``PR_SET_CHILD_SUBREAPER``), and holds the reading end of a pipe whose writing end only
-the flow has. When the flow goes, however it goes, the pipe closes and the supervisor ends
-everything below it. Only the standard library is used, so that it starts in milliseconds.
+the flow has. When the flow goes, however it goes, the pipe closes and the supervisor asks the ranks
+to stop, then ends everything below it. Only the standard library is used, so that it starts in
+milliseconds; only descendants are ever signalled, so that a recycled pid is nobody's end.
+
+What is agreed with the ranks, all in the job's folder: they write ``beats/rank-N.json`` while they
+work and look for the file ``stop`` after each step; SIGUSR2 makes them write their stacks. The
+supervisor writes ``handle.json`` (who it is), ``status.json`` (every few seconds) and, last of all,
+``ended.json``.
 """
 
 import ctypes
+import json
 import os
 import select
 import signal
@@ -15,11 +22,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.2
+STATUS_SECONDS = 2.0
+STACK_SECONDS = 3.0
+"""Time for the ranks to write their stacks before they are ended."""
+
+HANDLE, STATUS, ENDED, STOP, BEATS = "handle.json", "status.json", "ended.json", "stop", "beats"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a rank may be silent, by its phase; a rank that writes no beats is not timed."""
+
+    start: float = 1800.0
+    step: float = 300.0
+    step_factor: float = 20.0
+    """Times the median step; the longer of this and ``step`` counts."""
+
+    save: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -29,10 +55,17 @@ class Job:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     log: Path
-    """Standard output and error of every process, appended."""
+    """Standard output and error of every process, appended; its folder is the job's folder."""
 
     grace_seconds: float
     """Time between SIGTERM and SIGKILL."""
+
+    stop_seconds: float = 0.0
+    """Time that ranks which write beats have to save and leave before SIGTERM."""
+
+    limits: Limits = field(default_factory=Limits)
+    outlives_flow: bool = False
+    """Whether the job goes on when the flow is gone."""
 
     held: tuple[int, ...] = ()
     """File descriptors, locks say, that stay open until the last process is gone."""
@@ -45,12 +78,12 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
     exception from ``poll`` or ``KeyboardInterrupt`` too, no process of the job outlives it.
     """
     lifeline, ours = os.pipe()
+    folder = job.log.parent
+    for old in (*map(folder.joinpath, (HANDLE, STATUS, ENDED, STOP)), *folder.glob(f"{BEATS}/*")):
+        old.unlink(missing_ok=True)
+    facts = asdict(job) | {"log": str(job.log), "env": None, "held": None}
     with subprocess.Popen(
-        [
-            *(sys.executable, "-I", "-S", __file__),
-            *(str(lifeline), str(job.log), str(job.grace_seconds)),
-            *job.argv,
-        ],
+        [sys.executable, "-I", "-S", __file__, str(lifeline), json.dumps(facts)],
         env=dict(job.env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -58,6 +91,7 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
         start_new_session=True,
     ) as supervisor:
         os.close(lifeline)
+        _write(str(folder), HANDLE, _identity(supervisor.pid) | {"argv": job.argv})
         try:
             while True:
                 try:
@@ -65,33 +99,69 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
                     break
                 except subprocess.TimeoutExpired:
                     poll()
+        except BaseException:
+            supervisor.terminate()  # it now ends whatever still runs, also what outlives a flow
+            raise
         finally:
-            os.close(ours)  # the supervisor now ends whatever still runs
+            os.close(ours)
             supervisor.wait()
     poll()
     return code if code < 128 else 128 - code
 
 
+def ended(folder: Path) -> dict[str, Any] | None:
+    """How the last job of ``folder`` ended: ``code``, ``why`` it was ended (``None``: by itself),
+    ``silent`` ranks with their last beat,
+    ``processes`` that had to be ended. ``None`` while it runs, or if nobody knows.
+    """
+    try:
+        return json.loads((folder / ENDED).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def is_alive(handle: Mapping[str, Any]) -> bool:
+    """Whether the process of a handle still runs: its pid, started when the handle says."""
+    return _identity(handle["pid"]).get("started") == handle["started"]
+
+
+# What follows runs in the supervisor, which has no site-packages and no project.
+
+
 def main(argv: list[str]) -> int:
-    """The supervisor itself: ``supervise.py LIFELINE LOG GRACE COMMAND ...``."""
-    lifeline, log, grace, command = int(argv[0]), argv[1], float(argv[2]), argv[3:]
+    """The supervisor itself: ``supervise.py LIFELINE JOB``."""
+    lifeline, job = int(argv[0]), json.loads(argv[1])
+    folder = os.path.dirname(job["log"])  # noqa: PTH120 - pathlib is not worth its import here
     os.set_inheritable(lifeline, False)
     _adopt_orphans()
     wake = _wake_on(signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-    with open(log, "ab") as out:  # noqa: PTH123 - pathlib is not worth its import here
+    with open(job["log"], "ab") as out:  # noqa: PTH123
         try:
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                job["argv"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         except OSError as error:
-            out.write(f"{command[0]}: {error}\n".encode())
+            out.write(f"{job['argv'][0]}: {error}\n".encode())
+            _write(folder, ENDED, {"code": 127, "why": None, "silent": {}, "processes": 0})
             return 127
-    if _outlasts(child, wake=wake, lifeline=lifeline):
-        _end_all(child, grace=grace, wake=wake)
-        return 128 + signal.SIGTERM
-    _end_all(None, grace=0, wake=wake)
-    code = child.returncode
-    return code if code >= 0 else 128 - code
+    why, silent = _watch(child, job, folder, wake=wake, lifeline=lifeline)
+    if why == "silent":
+        _ask_for_stacks(folder, child, wake)
+    elif why and job["stop_seconds"]:
+        _ask_to_stop(folder, child, seconds=job["stop_seconds"], wake=wake)
+    _status(folder, "ending", why)
+    processes = _end_all(
+        child if why else None, grace=job["grace_seconds"] if why else 0, wake=wake
+    )
+    code = 128 + signal.SIGTERM if why else child.returncode
+    code = code if code >= 0 else 128 - code
+    _write(folder, ENDED, {"code": code, "why": why, "silent": silent, "processes": processes})
+    _status(folder, "ended", why)
+    return code
 
 
 def _adopt_orphans() -> None:
@@ -110,31 +180,102 @@ def _wake_on(*signals: signal.Signals) -> int:
     return reading
 
 
-def _outlasts(child: subprocess.Popen[bytes], *, wake: int, lifeline: int) -> bool:
-    """Wait for the child or for a reason to stop it; True when it must be stopped."""
+def _watch(
+    child: "subprocess.Popen[bytes]", job: dict[str, Any], folder: str, *, wake: int, lifeline: int
+) -> tuple[str | None, dict[int, dict[str, Any]]]:
+    """Wait for the child, or for a reason to stop it: ``asked``, ``parent``, ``silent`` (ranks)."""
+    watched = [wake, lifeline]
     while child.poll() is None:
-        ready, _, _ = select.select([wake, lifeline], [], [], 2.0)
+        ready, _, _ = select.select(watched, [], [], STATUS_SECONDS)
         if lifeline in ready and not os.read(lifeline, 1):
-            return child.poll() is None
+            watched = [wake]
+            if not job["outlives_flow"] and child.poll() is None:
+                return "parent", {}
         if wake in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(wake, 512)):
-            return child.poll() is None
-    return False
+            return ("asked", {}) if child.poll() is None else (None, {})
+        beats = _beats(folder)
+        silent = {
+            rank: beat | {"state": "".join(_stat(beat["pid"])[:1])}
+            for rank, beat in beats.items()
+            if _is_silent(beat, job["limits"])
+        }
+        if silent:
+            return "silent", silent
+        _status(folder, "running", None, beats)
+    return None, {}
 
 
-def _end_all(child: subprocess.Popen[bytes] | None, *, grace: float, wake: int) -> None:
-    """SIGTERM to the launcher, which tells its ranks; after ``grace``, SIGKILL to what is left."""
-    if child is not None:
+def _beats(folder: str) -> dict[int, dict[str, Any]]:
+    """The last beat of each rank that has written one."""
+    found = {}
+    where = os.path.join(folder, BEATS)  # noqa: PTH118
+    names = os.listdir(where) if os.path.isdir(where) else []  # noqa: PTH208, PTH112
+    for name in names:
+        if name.startswith("rank-") and name.endswith(".json"):
+            with suppress(OSError, ValueError), open(os.path.join(where, name)) as file:  # noqa: PTH118, PTH123
+                found[int(name[5:-5])] = json.load(file)
+    return dict(sorted(found.items()))
+
+
+def _is_silent(beat: dict[str, Any], limits: dict[str, float]) -> bool:
+    """Clocks are monotonic ones, so that a jump of the time of day ends nobody."""
+    limit = {
+        "step": max(limits["step"], limits["step_factor"] * (beat.get("step_seconds") or 0)),
+        "save": limits["save"],
+    }.get(beat["phase"], limits["start"])
+    return time.monotonic() - beat["clock"] > limit
+
+
+def _ask_for_stacks(folder: str, child: "subprocess.Popen[bytes]", wake: int) -> None:
+    """Ranks write their stacks on SIGUSR2; one that is stopped cannot."""
+    below = set(_descendants(os.getpid()))
+    for beat in _beats(folder).values():
+        if beat["pid"] in below:
+            with suppress(ProcessLookupError):
+                os.kill(beat["pid"], signal.SIGUSR2)
+    _wait(child, STACK_SECONDS, wake)
+
+
+def _ask_to_stop(
+    folder: str, child: "subprocess.Popen[bytes]", *, seconds: float, wake: int
+) -> None:
+    """Ranks that heed it save and leave by themselves; nobody else is waited for."""
+    beats = _beats(folder).values()
+    if not any(beat["heeds_stop"] and beat["phase"] != "start" for beat in beats):
+        return
+    _write(folder, STOP, {"time": time.time()})
+    _status(folder, "stopping", "asked")
+    _wait(child, seconds, wake)
+
+
+def _wait(child: "subprocess.Popen[bytes]", seconds: float, wake: int) -> None:
+    deadline = time.monotonic() + seconds
+    while child.poll() is None and time.monotonic() < deadline:
+        select.select([wake], [], [], POLL_SECONDS)
+        with suppress(BlockingIOError):
+            os.read(wake, 512)
+
+
+def _end_all(child: "subprocess.Popen[bytes] | None", *, grace: float, wake: int) -> int:
+    """SIGTERM to the launcher, which tells its ranks; after ``grace``, SIGKILL to what is left.
+
+    Returns how many processes had to be ended.
+    """
+    ended = set(_descendants(os.getpid()))
+    if child is not None and child.poll() is None:
         child.terminate()
     deadline = time.monotonic() + grace
     while _reap() and time.monotonic() < deadline:
         select.select([wake], [], [], POLL_SECONDS)
+        with suppress(BlockingIOError):
+            os.read(wake, 512)
     while _reap():
         for pid in _descendants(os.getpid()):
-            try:
+            ended.add(pid)
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.02)
+    return len(ended)
 
 
 def _reap() -> bool:
@@ -161,7 +302,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def _processes() -> list[tuple[int, int]]:
-    """(pid, parent) of every process, from /proc or, elsewhere, from ``ps``."""
+    """(pid, parent) of every live process, from /proc or, elsewhere, from ``ps``."""
     if not os.path.isdir("/proc/self"):  # noqa: PTH112
         table = subprocess.run(
             ["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True
@@ -169,12 +310,42 @@ def _processes() -> list[tuple[int, int]]:
         return [(int(pid), int(parent)) for pid, parent in map(str.split, table.splitlines())]
     pairs = []
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
-        try:
-            with open(f"/proc/{name}/stat") as stat:  # noqa: PTH123
-                pairs.append((int(name), int(stat.read().rpartition(")")[2].split()[1])))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        fields = _stat(int(name))
+        if fields and fields[0] != "Z":
+            pairs.append((int(name), int(fields[1])))
     return pairs
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` after the name; none when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    """A pid and the clock tick at which its process started: together they are never reused."""
+    fields = _stat(pid)
+    return {"pid": pid, "started": int(fields[19]) if fields else None}
+
+
+def _status(
+    folder: str, state: str, why: str | None, beats: dict[int, dict[str, Any]] | None = None
+) -> None:
+    ranks = [{"rank": rank} | beat for rank, beat in (beats or _beats(folder)).items()]
+    fact = _identity(os.getpid()) | {"state": state, "why": why, "time": time.time()}
+    _write(folder, STATUS, fact | {"ranks": ranks})
+
+
+def _write(folder: str, name: str, value: Any) -> None:
+    """Aside and rename. A full disk costs the note, never the supervision."""
+    path = os.path.join(folder, name)  # noqa: PTH118
+    with suppress(OSError):
+        with open(f"{path}.partial", "w") as file:  # noqa: PTH123
+            json.dump(value, file)
+        os.replace(f"{path}.partial", path)  # noqa: PTH105
 
 
 if __name__ == "__main__":

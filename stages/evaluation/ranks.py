@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from stages.beats import Beats
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -54,15 +56,19 @@ class Ranks:
         return [by_row[row] for row in range(len(rows))]
 
     def ticker(self, path: Path, *work: Batches) -> Callable[[], None]:
-        """A function that appends to ``path`` how many of rank 0's batches are done."""
-        if self.rank:
-            return lambda: None
-        total = sum(len(batches[:: self.world_size]) for batches in work)
-        path.write_text("")
-        steps = itertools.count(1)
+        """A function to call after a batch: a beat, and on rank 0 a line in ``path``."""
+        total = sum(len(batches[self.rank :: self.world_size]) for batches in work)
+        steps, beats = itertools.count(1), Beats(path.parent)
+        if self.rank == 0:
+            path.write_text("")
 
         def tick() -> None:
             row = {"step": next(steps), "total_steps": total, "time": time.time()}
+            beats.beat(
+                "save" if row["step"] == total else "step", step=row["step"], total_steps=total
+            )
+            if self.rank:
+                return
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 

@@ -53,6 +53,7 @@ def test_fsdp_plan_matches_the_record() -> None:
             "state_dict_type": "SHARDED_STATE_DICT",
         },
         "fsdp_plugin": {"reduce_dtype": "bfloat16", "dp_replicate_size": 2, "dp_shard_size": 8},
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
         "whole_embedding": False,
     }
     assert launch.promise == {

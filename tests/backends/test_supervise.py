@@ -1,5 +1,6 @@
 """The supervisor, on real processes: exit codes come back, and nothing outlives a job."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from backends.base import Launch
-from backends.placement import ThisMachine
+from backends.placement import ThisMachine, slots
+from backends.placement.local import Silence, visible_gpus
 
 LEAVES_A_GRANDCHILD = """
 import os, signal, subprocess, sys, time
@@ -29,13 +31,13 @@ from pathlib import Path
 from backends.base import Launch
 from backends.placement import ThisMachine
 log, argv = Path(sys.argv[1]), tuple(sys.argv[2:])
-ThisMachine(grace_seconds=0.5).run(Launch(argv), log=log, lock=1, poll=lambda: None)
+ThisMachine(grace_seconds=0.5).run(Launch(argv), gpus=0, log=log, lock=1, poll=lambda: None)
 """
 
 
 def run(code: str, log: Path) -> int:
     launch = Launch((sys.executable, "-c", code))
-    return ThisMachine().run(launch, log=log, lock=1, poll=lambda: None)
+    return ThisMachine().run(launch, gpus=0, log=log, lock=1, poll=lambda: None)
 
 
 def alive(pid: int) -> bool:
@@ -65,7 +67,7 @@ def test_exit_codes_signals_and_output_come_back(tmp_path: Path) -> None:
 def test_a_command_that_cannot_start_is_said_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     launch = Launch(("/no/such/program",))
-    assert ThisMachine().run(launch, log=log, lock=1, poll=lambda: None) == 127
+    assert ThisMachine().run(launch, gpus=0, log=log, lock=1, poll=lambda: None) == 127
     assert "/no/such/program" in log.read_text()
 
 
@@ -78,7 +80,7 @@ def test_an_exception_in_the_flow_ends_the_job(tmp_path: Path) -> None:
 
     launch = Launch((sys.executable, "-c", LEAVES_A_GRANDCHILD, str(pids)))
     with pytest.raises(KeyboardInterrupt):
-        ThisMachine(grace_seconds=0.5).run(launch, log=tmp_path / "log", lock=1, poll=poll)
+        ThisMachine(grace_seconds=0.5).run(launch, gpus=0, log=tmp_path / "log", lock=1, poll=poll)
     assert not any(alive(int(pid)) for pid in pids.read_text().split())
 
 
@@ -113,9 +115,104 @@ def test_a_lock_is_held_until_the_last_process_is_gone(tmp_path: Path) -> None:
         launch = Launch((sys.executable, "-c", "import time; time.sleep(0.6)"))
         ThisMachine().run(
             launch,
+            gpus=0,
             log=tmp_path / "log",
             lock=lock.fileno(),
             poll=lambda: seen.append(is_free()),
         )
     assert seen and not any(seen)
     assert is_free()
+
+
+# What the ranks and the supervisor agree on.
+
+RANK = """
+import json, os, sys, time
+folder, phase, heeds, seconds = sys.argv[1], sys.argv[2], sys.argv[3] == "heeds", float(sys.argv[4])
+os.makedirs(f"{folder}/beats", exist_ok=True)
+def beat():
+    fact = {"pid": os.getpid(), "started": 0, "phase": phase, "step": 3, "total_steps": 9,
+            "step_seconds": None, "time": 0, "clock": time.monotonic(), "heeds_stop": heeds}
+    with open(f"{folder}/beats/rank-0.partial", "w") as file:
+        json.dump(fact, file)
+    os.replace(f"{folder}/beats/rank-0.partial", f"{folder}/beats/rank-0.json")
+beat()
+until = time.monotonic() + seconds
+while time.monotonic() < until:
+    time.sleep(0.1)
+    if os.path.exists(f"{folder}/stop"):
+        open(f"{folder}/saved", "w").close()
+        sys.exit(75)
+"""
+
+
+def rank(folder: Path, phase: str, heeds: str, seconds: float) -> Launch:
+    return Launch((sys.executable, "-c", RANK, str(folder), phase, heeds, str(seconds)))
+
+
+def test_a_silent_rank_is_named_and_ended(tmp_path: Path) -> None:
+    here = ThisMachine(grace_seconds=0.5, silence=Silence(step_minutes=0.02, step_factor=1))
+    launch = rank(tmp_path, "step", "deaf", 60)
+    code = here.run(launch, gpus=0, log=tmp_path / "log", lock=1, poll=lambda: None)
+    ended = here.ended(tmp_path)
+    assert code == -signal.SIGTERM and ended and ended["why"] == "silent"
+    assert ended["silent"]["0"]["step"] == 3 and ended["silent"]["0"]["state"] == "S"
+
+
+def test_silence_of_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "beats").mkdir()
+    old = {"phase": "step", "step": 1, "clock": time.monotonic() - 1e6, "heeds_stop": True}
+    (tmp_path / "beats" / "rank-0.json").write_text(json.dumps(old | {"pid": os.getpid()}))
+    launch = Launch((sys.executable, "-c", "import time; time.sleep(3)"))
+    assert ThisMachine().run(launch, gpus=0, log=tmp_path / "log", lock=1, poll=lambda: None) == 0
+
+
+@pytest.mark.parametrize(("heeds", "saved"), [("heeds", True), ("deaf", False)])
+def test_ranks_that_heed_it_save_before_they_are_ended(
+    tmp_path: Path, heeds: str, saved: bool
+) -> None:
+    def poll() -> None:
+        if (tmp_path / "beats" / "rank-0.json").exists():
+            raise KeyboardInterrupt
+
+    here, launch = ThisMachine(grace_seconds=0.5), rank(tmp_path, "step", heeds, 60)
+    with pytest.raises(KeyboardInterrupt):
+        here.run(launch, gpus=0, log=tmp_path / "log", lock=1, poll=poll)
+    assert (tmp_path / "saved").exists() is saved
+    ended = here.ended(tmp_path)
+    assert ended and ended["why"] in ("asked", "parent")
+    assert ended["processes"] == (0 if saved else 1)
+
+
+def test_a_kept_job_outlives_its_flow(tmp_path: Path) -> None:
+    code = FLOW.replace("grace_seconds=0.5", "grace_seconds=0.5, on_parent_exit='keep'")
+    done = tmp_path / "done"
+    argv = [sys.executable, "-c", f"import time; time.sleep(3); open({str(done)!r}, 'w')"]
+    flow = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "log"), *argv])
+    assert wait_for((tmp_path / "status.json").exists)
+    os.kill(flow.pid, signal.SIGKILL)
+    flow.wait()
+    assert wait_for((tmp_path / "ended.json").exists) and done.exists()
+    ended = ThisMachine().ended(tmp_path)
+    assert ended and ended["code"] == 0 and ended["why"] is None
+
+
+def test_two_jobs_never_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "x0,x1,x2")
+    monkeypatch.setattr(slots, "folder", lambda: tmp_path / "slots")
+    first, held = slots.take(2, visible=visible_gpus(), poll=lambda: None)
+    assert first == ["x0", "x1"]
+    print_mine = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    launch = Launch((sys.executable, "-c", print_mine))
+    log = tmp_path / "log"
+    assert ThisMachine().run(launch, gpus=1, log=log, lock=1, poll=lambda: None) == 0
+    assert log.read_text() == "x2\n"
+    waited: list[int] = []
+
+    def poll() -> None:
+        waited.append(1)
+        if len(waited) == 1:
+            slots.release(held)
+
+    assert ThisMachine().run(launch, gpus=3, log=log, lock=1, poll=poll) == 0
+    assert waited and log.read_text() == "x2\nx0,x1,x2\n"

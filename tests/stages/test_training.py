@@ -215,7 +215,7 @@ def test_every_option_gives_the_losses_of_ddp(
     runs = []
     for name, which, where in (("here", backend, resources), ("ddp", DDP(), TWO)):
         run = jobs(tmp_path / name, small, which, where)["sft", "full"]
-        runs.append(replace(run, config=run.config | config))
+        runs.append(replace(run, config={**run.config, **config}))
         run_jobs([runs[-1]])
     loose = "compute_dtype" in config or "qlora" in str(config)
     assert runs[0].losses == pytest.approx(runs[1].losses, abs=1e-2 if loose else 1e-4)

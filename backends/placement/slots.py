@@ -1,0 +1,59 @@
+"""Who has which GPU of this machine: one job at a time, held by locks that the kernel frees."""
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+WAIT_SECONDS = 0.5
+
+
+def folder() -> Path:
+    """Shared by all users of the machine, as the GPUs are."""
+    return Path(tempfile.gettempdir()) / "gpu-slots"
+
+
+def take(
+    count: int, *, visible: Sequence[str], poll: Callable[[], None]
+) -> tuple[list[str], list[int]]:
+    """``count`` of the ``visible`` GPUs that no other job holds, and their locks' descriptors.
+
+    Waits until so many are free, calling ``poll`` meanwhile. Either all are taken or none, so that
+    two jobs never wait for each other. The GPUs are the caller's until every copy of the
+    descriptors is closed.
+    """
+    assert count <= len(visible), f"{count} GPUs of {list(visible)}"
+    while True:
+        taken: list[tuple[str, int]] = []
+        for name in visible:
+            lock = _lock(name)
+            if lock is not None:
+                taken.append((name, lock))
+            if len(taken) == count:
+                return [name for name, _ in taken], [lock for _, lock in taken]
+        release([lock for _, lock in taken])
+        poll()
+        time.sleep(WAIT_SECONDS)
+
+
+def release(locks: Sequence[int]) -> None:
+    """Close descriptors that `take` gave."""
+    for lock in locks:
+        os.close(lock)
+
+
+def _lock(name: str) -> int | None:
+    where = folder()
+    where.mkdir(exist_ok=True)
+    with suppress(PermissionError):
+        where.chmod(0o1777)
+    file = os.open(where / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file

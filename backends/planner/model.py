@@ -1,0 +1,610 @@
+"""A language model's shape, as plain numbers read from its Hugging Face config.json."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+CATALOGUE = Path(__file__).with_name("catalogue.json")
+
+HFConfig = Mapping[str, Any]
+"""A parsed config.json."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape of a decoder-only transformer. Widths are in elements, counts in parameters."""
+
+    name: str
+    architecture: str
+    """``model_type`` of the config."""
+
+    num_layers: int
+    hidden_size: int
+    mlp_width: int
+    """Inner width of the plain MLP; of one expert, see ``expert_width``."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int = 4096
+
+    tied: bool = False
+    """The head is the embedding."""
+
+    gated: bool = True
+    """The MLP has a gate beside up and down: three matrices, not two."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+
+    norm_parameters: int = 1
+    """Parameters of a norm per channel: RMSNorm 1, LayerNorm with bias 2, without any 0."""
+
+    norms_per_layer: int = 2
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    """Norms of queries and keys: none, one shared by the heads, one over all heads."""
+
+    embedding_norm: bool = False
+    position_rows: int = 0
+    """Rows of a learned position embedding."""
+
+    num_experts: int = 0
+    """Routed experts of a mixture layer; 0 for a dense model."""
+
+    num_active_experts: int = 0
+    """Routed experts that one token visits."""
+
+    expert_width: int = 0
+    shared_expert_width: int = 0
+    shared_expert_gate: bool = False
+    num_dense_layers: int = 0
+    """Layers of a mixture model that have the plain MLP."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a model is the key of every cache of the planner."""
+        return hash((self.name, self.architecture, self.num_layers, self.hidden_size))
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def num_mixture_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers if self.is_mixture else 0
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices of one MLP."""
+        return 3 if self.gated else 2
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Query, key, value and output projections of one layer, biases included."""
+        weights = self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        biases = self.qkv_bias * (self.query_width + 2 * self.kv_width)
+        return weights + biases + self.out_bias * self.hidden_size
+
+    @cached_property
+    def mlp_parameters(self) -> int:
+        """The plain MLP of one layer."""
+        biases = (self.num_matrices - 1) * self.mlp_width + self.hidden_size
+        weights = self.num_matrices * self.hidden_size * self.mlp_width
+        return weights + self.mlp_bias * biases
+
+    @property
+    def expert_parameters(self) -> int:
+        """One routed expert."""
+        return self.num_matrices * self.hidden_size * self.expert_width
+
+    @cached_property
+    def mixture_parameters(self) -> int:
+        """Router, routed and shared experts of one mixture layer."""
+        shared = self.num_matrices * self.hidden_size * self.shared_expert_width
+        routers = self.hidden_size * (self.num_experts + self.shared_expert_gate)
+        return routers + shared + self.num_experts * self.expert_parameters
+
+    @cached_property
+    def layer_norm_parameters(self) -> int:
+        """Every norm of one layer."""
+        width = {
+            "none": 0,
+            "head": 2 * self.head_dim,
+            "whole": self.query_width + self.kv_width,
+        }[self.qk_norm]
+        channels = self.norms_per_layer * self.hidden_size * self.norm_parameters
+        return channels + width
+
+    @cached_property
+    def dense_layer_parameters(self) -> int:
+        return self.attention_parameters + self.mlp_parameters + self.layer_norm_parameters
+
+    @cached_property
+    def mixture_layer_parameters(self) -> int:
+        return self.attention_parameters + self.mixture_parameters + self.layer_norm_parameters
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """The largest layer."""
+        if not self.num_mixture_layers:
+            return self.dense_layer_parameters
+        dense = self.dense_layer_parameters if self.num_dense_layers else 0
+        return max(dense, self.mixture_layer_parameters)
+
+    @cached_property
+    def num_block_parameters(self) -> int:
+        """All layers, without embedding, head and last norm."""
+        dense = self.num_layers - self.num_mixture_layers
+        return (
+            dense * self.dense_layer_parameters
+            + self.num_mixture_layers * self.mixture_layer_parameters
+        )
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Token and position embeddings."""
+        return (self.vocab_size + self.position_rows) * self.hidden_size
+
+    @property
+    def num_head_parameters(self) -> int:
+        """The head's own; 0 where it is tied to the embedding."""
+        own = 0 if self.tied else self.vocab_size * self.hidden_size
+        return own + self.head_bias * self.vocab_size
+
+    @property
+    def root_parameters(self) -> int:
+        """What belongs to no layer: embeddings, head, norms before and after the layers."""
+        norms = (1 + self.embedding_norm) * self.hidden_size * self.norm_parameters
+        return self.num_embedding_parameters + self.num_head_parameters + norms
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return self.num_block_parameters + self.root_parameters
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token meets: all, less the experts that it does not visit."""
+        idle = self.num_experts - self.num_active_experts
+        return self.num_parameters - self.num_mixture_layers * idle * self.expert_parameters
+
+    @cached_property
+    def num_norm_parameters(self) -> int:
+        """Every norm of the model."""
+        outside = (1 + self.embedding_norm) * self.hidden_size * self.norm_parameters
+        return outside + self.num_layers * self.layer_norm_parameters
+
+    @cached_property
+    def linear_widths(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, inputs, outputs) of each linear module of a layer that an adapter may take.
+
+        Experts and routers are left out: transformers 5 holds a layer's experts in two stacked
+        tensors, which are no linear modules; PEFT's ``all-linear`` and bitsandbytes pass them by.
+        """
+        h, q, kv = self.hidden_size, self.query_width, self.kv_width
+        attention = (("q", h, q), ("k", h, kv), ("v", h, kv), ("o", q, h))
+        width = self.shared_expert_width if self.num_mixture_layers else self.mlp_width
+        if not width:
+            return attention
+        gate = (("gate", h, width),) if self.gated else ()
+        return (*attention, *gate, ("up", h, width), ("down", width, h))
+
+    @cached_property
+    def num_linear_parameters(self) -> int:
+        """Weights of all linear modules of the layers: what 4-bit loading quantises."""
+        return self.num_layers * sum(i * o for _, i, o in self.linear_widths)
+
+
+def find_model(text: str) -> Model:
+    """The model called ``text``: a name of the catalogue, a folder, or a config.json.
+
+    Raises ``ValueError`` for a name that is neither, with the nearest known ones, and for an
+    architecture that is not known.
+    """
+    path = Path(text)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return _from_file(path)
+    known = _catalogue()
+    if found := known.get(_plain(text)):
+        name, config = found
+        return read_config(config, name=name)
+    raise ValueError(f"model {text!r} is neither a folder nor in the catalogue; {_nearest(text)}")
+
+
+def known_models() -> tuple[str, ...]:
+    """Every name of the catalogue, as its hub spells it."""
+    return tuple(sorted({name for name, _ in _catalogue().values()}))
+
+
+def read_config(config: HFConfig, *, name: str) -> Model:
+    """The shape that a config.json describes. Raises ``ValueError`` when it cannot be told."""
+    if "model_type" not in config and "text_config" not in config:
+        raise ValueError(f"{name}: the config has no model_type, so its shape cannot be read")
+    outer = config
+    config = config.get("text_config") or config
+    kind = config.get("model_type") or outer["model_type"]
+    if kind not in READERS:
+        near = get_close_matches(kind, READERS, n=3, cutoff=0.0)
+        raise ValueError(
+            f"{name}: architecture {kind!r} is not known to the planner; the nearest known are "
+            f"{', '.join(near)} (all: {', '.join(sorted(READERS))})"
+        )
+    try:
+        fields = READERS[kind](config)
+    except KeyError as missing:
+        raise ValueError(f"{name}: the {kind} config has no {missing}") from None
+    model = Model(name=name, architecture=kind, **fields)
+    _check(model)
+    return model
+
+
+def _check(model: Model) -> None:
+    for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size"):
+        value = getattr(model, field)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{model.name}: {field} is {value!r} and must be a positive integer")
+
+
+def _from_file(path: Path) -> Model:
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a JSON config: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: a config.json holds one object, not a {type(config).__name__}")
+    return read_config(config, name=config.get("_name_or_path") or path.resolve().parent.name)
+
+
+def _plain(name: str) -> str:
+    """``name`` without owner, case and separators; ``1_8b`` is ``1.8b``."""
+    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    return re.sub(r"[-_ ]", "", re.sub(r"(?<=\d)_(?=\d)", ".", last))
+
+
+def _nearest(text: str) -> str:
+    spelled = {key: name for key, (name, _) in _catalogue().items()}
+    near = get_close_matches(_plain(text), spelled, n=3, cutoff=0.5)
+    if near:
+        return "the nearest known are " + ", ".join(dict.fromkeys(spelled[key] for key in near))
+    return "give the folder of its config.json"
+
+
+@cache
+def _catalogue() -> dict[str, tuple[str, HFConfig]]:
+    """(hub id, config) by plain name. A name that begins with ``-`` is a suffix of the first."""
+    found: dict[str, tuple[str, HFConfig]] = {}
+    for entry in json.loads(CATALOGUE.read_text()):
+        first, *others = entry["names"]
+        names = [first] + [first + name if name.startswith("-") else name for name in others]
+        for name in names:
+            found[_plain(name)] = (name, entry["config"])
+    return found
+
+
+def _given(config: HFConfig, key: str, default: Any) -> Any:
+    """``null`` in a config.json means the default, as it does to transformers."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _common(config: HFConfig, *, tied: bool = False, kv_heads: int | None = None) -> dict[str, Any]:
+    """Llama's keys, which most architectures share; ``tied`` is the architecture's default."""
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": hidden,
+        "mlp_width": config["intermediate_size"],
+        "num_heads": heads,
+        "num_kv_heads": _given(config, "num_key_value_heads", kv_heads or heads),
+        "head_dim": _given(config, "head_dim", hidden // heads),
+        "vocab_size": config["vocab_size"],
+        "max_positions": _given(config, "max_position_embeddings", 2048),
+        "tied": _given(config, "tie_word_embeddings", tied),
+    }
+
+
+def _llama(config: HFConfig) -> dict[str, Any]:
+    bias = _given(config, "attention_bias", False)
+    return _common(config) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": _given(config, "mlp_bias", False),
+    }
+
+
+def _mistral(config: HFConfig) -> dict[str, Any]:
+    return _common(config, kv_heads=8)
+
+
+def _mixtral(config: HFConfig) -> dict[str, Any]:
+    return _common(config, kv_heads=8) | _experts(config, "num_local_experts", "intermediate_size")
+
+
+def _experts(config: HFConfig, count: str, width: str) -> dict[str, Any]:
+    return {
+        "num_experts": config[count],
+        "num_active_experts": config["num_experts_per_tok"],
+        "expert_width": config[width],
+    }
+
+
+def _dense_layers(config: HFConfig) -> int:
+    """Qwen's mixtures may keep some layers dense."""
+    listed = set(_given(config, "mlp_only_layers", ()))
+    every = _given(config, "decoder_sparse_step", 1)
+    layers = range(config["num_hidden_layers"])
+    return sum(layer in listed or (layer + 1) % every != 0 for layer in layers)
+
+
+def _qwen(config: HFConfig) -> dict[str, Any]:
+    """The first generation: ``intermediate_size`` counts gate and up together."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": hidden,
+        "mlp_width": config["intermediate_size"] // 2,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": _given(config, "kv_channels", hidden // heads),
+        "vocab_size": config["vocab_size"],
+        "max_positions": _given(config, "max_position_embeddings", 8192),
+        "tied": _given(config, "tie_word_embeddings", False),
+        "qkv_bias": True,
+    }
+
+
+def _qwen2(config: HFConfig) -> dict[str, Any]:
+    return _common(config) | {"qkv_bias": True}
+
+
+def _qwen2_moe(config: HFConfig) -> dict[str, Any]:
+    return (
+        _common(config)
+        | _experts(config, "num_experts", "moe_intermediate_size")
+        | {
+            "qkv_bias": _given(config, "qkv_bias", True),
+            "shared_expert_width": config["shared_expert_intermediate_size"],
+            "shared_expert_gate": True,
+            "num_dense_layers": _dense_layers(config),
+        }
+    )
+
+
+def _qwen3(config: HFConfig) -> dict[str, Any]:
+    bias = _given(config, "attention_bias", False)
+    return _common(config) | {
+        "head_dim": _given(config, "head_dim", 128),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": "head",
+    }
+
+
+def _qwen3_moe(config: HFConfig) -> dict[str, Any]:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return (
+        _qwen3(config)
+        | _experts(config, "num_experts", "moe_intermediate_size")
+        | {
+            "head_dim": _given(config, "head_dim", hidden // heads),
+            "num_dense_layers": _dense_layers(config),
+        }
+    )
+
+
+def _gemma(config: HFConfig) -> dict[str, Any]:
+    bias = _given(config, "attention_bias", False)
+    return _common(config, tied=True) | {
+        "head_dim": _given(config, "head_dim", 256),
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def _gemma2(config: HFConfig) -> dict[str, Any]:
+    """Norms before and after both halves of a layer."""
+    return _gemma({"num_key_value_heads": 4, **config}) | {"norms_per_layer": 4}
+
+
+def _gemma3(config: HFConfig) -> dict[str, Any]:
+    """The text model; a vision tower is not counted. Its 4B's config leaves out defaults."""
+    defaults = {"num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072}
+    return _gemma2(defaults | dict(config)) | {"qk_norm": "head"}
+
+
+def _phi(config: HFConfig) -> dict[str, Any]:
+    """One LayerNorm feeds attention and MLP in parallel."""
+    return _ungated(_common(config)) | _layer_norm(per_layer=1) | {"head_bias": True}
+
+
+def _layer_norm(*, per_layer: int = 2, parameters: int = 2) -> dict[str, Any]:
+    return {"norm_parameters": parameters, "norms_per_layer": per_layer}
+
+
+def _ungated(fields: dict[str, Any], *, bias: bool = True) -> dict[str, Any]:
+    every = ("qkv_bias", "out_bias", "mlp_bias")
+    return fields | dict.fromkeys(every, bias) | {"gated": False}
+
+
+def _olmo(config: HFConfig) -> dict[str, Any]:
+    """LayerNorm without parameters."""
+    return _llama(config) | _layer_norm(parameters=0)
+
+
+def _olmo2(config: HFConfig) -> dict[str, Any]:
+    return _llama(config) | {"qk_norm": "whole"}
+
+
+def _olmoe(config: HFConfig) -> dict[str, Any]:
+    return _olmo2(config) | _experts(config, "num_experts", "intermediate_size")
+
+
+def _granitemoe(config: HFConfig) -> dict[str, Any]:
+    return _llama(config) | _experts(config, "num_local_experts", "intermediate_size")
+
+
+def _smollm3(config: HFConfig) -> dict[str, Any]:
+    tied = _given(config, "tie_word_embeddings", True)
+    return _llama(config) | {"tied": tied}
+
+
+def _starcoder2(config: HFConfig) -> dict[str, Any]:
+    bias = _given(config, "use_bias", True)
+    return _ungated(_common(config, tied=True, kv_heads=2), bias=bias) | _layer_norm()
+
+
+def _stablelm(config: HFConfig) -> dict[str, Any]:
+    return _common(config) | _layer_norm() | {"qkv_bias": _given(config, "use_qkv_bias", False)}
+
+
+def _cohere(config: HFConfig) -> dict[str, Any]:
+    return _common(config, tied=True) | _layer_norm(per_layer=1, parameters=1)
+
+
+def _falcon(config: HFConfig) -> dict[str, Any]:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    decoder = _given(config, "new_decoder_architecture", False)
+    multi_query = _given(config, "multi_query", True)
+    kv_heads = _given(config, "num_kv_heads", heads) if decoder else 1 if multi_query else heads
+    parallel = _given(config, "parallel_attn", True)
+    norms = _given(config, "num_ln_in_parallel_attn", 2 if decoder else None)
+    fields = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": hidden,
+        "mlp_width": _given(config, "ffn_hidden_size", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "vocab_size": config["vocab_size"],
+        "max_positions": _given(config, "max_position_embeddings", 2048),
+        "tied": _given(config, "tie_word_embeddings", True),
+    }
+    per_layer = norms or (1 if parallel else 2)
+    return _ungated(fields, bias=_given(config, "bias", False)) | _layer_norm(per_layer=per_layer)
+
+
+def _gpt2(config: HFConfig) -> dict[str, Any]:
+    hidden, heads = config["n_embd"], config["n_head"]
+    positions = _given(config, "n_positions", 1024)
+    fields = {
+        "num_layers": config["n_layer"],
+        "hidden_size": hidden,
+        "mlp_width": _given(config, "n_inner", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "vocab_size": config["vocab_size"],
+        "max_positions": positions,
+        "position_rows": positions,
+        "tied": _given(config, "tie_word_embeddings", True),
+    }
+    return _ungated(fields) | _layer_norm()
+
+
+def _gpt_neox(config: HFConfig) -> dict[str, Any]:
+    return _ungated(_common(config)) | _layer_norm()
+
+
+def _bloom(config: HFConfig) -> dict[str, Any]:
+    hidden = _given(config, "hidden_size", config.get("n_embed"))
+    heads = _given(config, "n_head", config.get("num_attention_heads"))
+    fields = {
+        "num_layers": _given(config, "n_layer", config.get("num_hidden_layers")),
+        "hidden_size": hidden,
+        "mlp_width": 4 * hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "vocab_size": config["vocab_size"],
+        "tied": _given(config, "tie_word_embeddings", True),
+        "embedding_norm": True,
+    }
+    return _ungated(fields) | _layer_norm()
+
+
+def _opt(config: HFConfig) -> dict[str, Any]:
+    """Learned positions start at row 2. A projected embedding (350M) is not covered."""
+    common = _common({"intermediate_size": config.get("ffn_dim"), **config}, tied=True)
+    rows = common["max_positions"] + 2
+    return _ungated(common) | _layer_norm() | {"position_rows": rows}
+
+
+def _baichuan(config: HFConfig) -> dict[str, Any]:
+    return _common(config)
+
+
+def _chatglm(config: HFConfig) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    grouped = _given(config, "multi_query_attention", False)
+    bias = _given(config, "add_bias_linear", False)
+    return {
+        "num_layers": config["num_layers"],
+        "hidden_size": config["hidden_size"],
+        "mlp_width": config["ffn_hidden_size"],
+        "num_heads": heads,
+        "num_kv_heads": config["multi_query_group_num"] if grouped else heads,
+        "head_dim": config["kv_channels"],
+        "vocab_size": config["padded_vocab_size"],
+        "max_positions": _given(config, "seq_length", 8192),
+        "qkv_bias": bias or _given(config, "add_qkv_bias", False),
+        "out_bias": bias,
+        "mlp_bias": bias,
+    }
+
+
+READERS: dict[str, Callable[[HFConfig], dict[str, Any]]] = {
+    "baichuan": _baichuan,
+    "bloom": _bloom,
+    "chatglm": _chatglm,
+    "cohere": _cohere,
+    "falcon": _falcon,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "granite": _llama,
+    "granitemoe": _granitemoe,
+    "internlm2": _common,
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "olmo": _olmo,
+    "olmo2": _olmo2,
+    "olmo3": _olmo2,
+    "olmoe": _olmoe,
+    "opt": _opt,
+    "phi": _phi,
+    "phi3": _common,
+    "qwen": _qwen,
+    "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "smollm3": _smollm3,
+    "stablelm": _stablelm,
+    "starcoder2": _starcoder2,
+}
+"""How each architecture's config is read."""

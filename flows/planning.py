@@ -1,0 +1,147 @@
+"""What the planner is asked about a stage, and its answer as steps."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from backends import Auto
+from backends.planner.memory import num_adapter_parameters
+from backends.planner.model import find_model
+from backends.planner.ranking import LARGEST_MICRO_BATCH, Limits, Option, ladder, refusals
+from backends.planner.work import Precision, Setup, Work
+from flows.steps import Lineage, Step
+from stages.dpo import DPO
+from stages.fetch import Fetch
+from stages.sft import SFT
+from stages.sources.hub import HubModel
+from stages.sources.local import LocalModel
+from stages.tokenize_data import TokenizeData
+from stages.training import Adapter, Training
+
+
+def lineage(step: Step[Any], out: Path, inputs: Sequence[Lineage]) -> Lineage:
+    """What is known of the model and the rows once ``step`` has filled, or will fill, ``out``."""
+    model = _model(step.config, out) or next((each.model for each in inputs if each.model), None)
+    known = next((each for each in inputs if each.longest_conversation), Lineage())
+    if isinstance(step.config, TokenizeData):
+        known = _longest(step.config, out)
+    return replace(known, model=model)
+
+
+def _model(config: Any, out: Path) -> str | None:
+    """Where to read the shape of the model in ``out``; ``None`` if ``out`` tells nothing new."""
+    if (out / "model" / "config.json").exists():
+        return str(out / "model")
+    source = config.source if isinstance(config, Fetch) else None
+    if isinstance(source, LocalModel):
+        return str(source.path)
+    if isinstance(source, HubModel):
+        try:
+            find_model(source.repo)
+        except ValueError:  # not one that the planner knows by name; its config.json will tell
+            return None
+        return source.repo
+    return None
+
+
+def _longest(config: TokenizeData, out: Path) -> Lineage:
+    path = out / "metrics.json"
+    counts = json.loads(path.read_text()) if path.exists() else {}
+    return Lineage(
+        longest_conversation=counts.get("conversations/train/longest", config.max_length),
+        longest_pair=counts.get("preferences/train/longest", config.max_length),
+    )
+
+
+def choices(step: Step[Any], known: Lineage) -> Iterator[tuple[Step[Any], Option]]:
+    """The planner's ladder for a step under ``auto``: each rung as a step, with its figures.
+
+    None while the model, the rows or the GPUs are not known. Raises ``ValueError`` for a stage that
+    is not training, for a model whose architecture the planner does not know and when nothing fits.
+    """
+    auto = step.backend
+    assert isinstance(auto, Auto)
+    if not isinstance(step.config, Training):
+        raise ValueError(
+            "backend.kind auto plans training stages; name local, ddp, fsdp or deepspeed here"
+        )
+    if known.model is None or known.longest_conversation is None:
+        return
+    if step.placement.obstacle(step.resources):
+        return
+    machine = step.placement.machine(step.resources, auto)
+    asked = work(step.config, known)
+    limits = Limits(
+        margin_bytes=round(1e9 * auto.margin_gb),
+        largest_micro_batch=step.resources.micro_batch_size or LARGEST_MICRO_BATCH,
+        always_recompute=step.resources.gradient_checkpointing,
+    )
+    for rung in ladder(find_model(known.model), asked, machine, limits=limits):
+        changed = rung.setup.resources.model_dump(
+            include={"nodes", "ranks_per_node", "device", "micro_batch_size",
+                     "gradient_checkpointing", "activation_offloading"}
+        )  # fmt: skip
+        resources = step.resources.model_copy(update=changed)
+        update = {"backend": rung.setup.backend, "resources": resources}
+        yield step.model_copy(update=update), rung
+
+
+def refuse(step: Step[Any], known: Lineage) -> None:
+    """Raise ``ValueError`` for a training stage whose method and backend cannot be combined."""
+    assert not isinstance(step.backend, Auto)
+    if isinstance(step.config, Training):
+        setup = Setup(step.backend, step.resources)
+        if reason := refusals(work(step.config, known), setup):
+            raise ValueError(reason)
+
+
+def disk_bytes(step: Step[Any], known: Lineage) -> int | None:
+    """What a training stage will keep on disk at most: checkpoints, one more while it is written,
+    and the model. AdamW keeps two values a weight. ``None`` for other stages, and while the model
+    is not known.
+    """
+    config = step.config
+    if not isinstance(config, Training) or known.model is None:
+        return None
+    try:
+        model = find_model(known.model)
+    except ValueError:  # an architecture that the planner does not know
+        return None
+    element = 2 if config.load_dtype == "bfloat16" else 4
+    trained = model.num_parameters
+    if isinstance(config.method, Adapter):
+        trained = num_adapter_parameters(model, work(config, known))
+    return trained * element * (3 * (step.keep_checkpoints + 1) + 1)
+
+
+def work(config: Training, known: Lineage) -> Work:
+    """``config`` as the planner asks for it; rows of which nothing is known count as one token."""
+    rows = known.longest_pair if isinstance(config, DPO) else known.longest_conversation
+    packed = config.pack_length if isinstance(config, SFT) else None
+    method = config.method
+    adapter = method if isinstance(method, Adapter) else None
+    return Work(
+        stage="dpo" if isinstance(config, DPO) else "sft",
+        method=method.kind,
+        lora_rank=adapter.rank if adapter else Work.lora_rank,
+        lora_targets="attention" if adapter and adapter.targets == "attention" else "all",
+        precision=_precision(config),
+        loss="chunked",  # TRL's own: the head is part of the loss
+        optimizer=config.optimizer,
+        seq_length=packed or rows or 1,
+        global_batch=config.global_batch_rows,
+        packing=packed is not None,
+        attention="eager" if config.attention == "eager" else "flash",
+        lora_dropout=adapter.dropout if adapter else 0.0,
+        fused_norms=config.liger_kernel,
+        fused_mlp=config.liger_kernel,
+        double_quantisation=getattr(method, "double_quantisation", True),
+    )
+
+
+def _precision(config: Training) -> Precision:
+    if config.load_dtype == "bfloat16":
+        return "bf16"
+    return "fp32-master" if config.compute_dtype == "bfloat16" else "fp32"

@@ -1,0 +1,113 @@
+"""Two real steps of a stage's plans at the longest row: what memory they really take."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from configs import ConfigError
+from flows.failures import StageFailed
+from flows.run_stage import Plan, Say, plan, run_stage
+from flows.steps import Artifact, Step
+from flows.ways import Way
+from stages.longest_rows import LongestRows
+
+STEPS = 2
+"""The second is the first with optimizer state."""
+
+MOST = 3
+"""Plans that are tried."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A way, with its peak bytes per rank: planned (without a plan, ``None``) and measured."""
+
+    way: Way
+    planned: int | None
+    measured: int | None
+    """``None``: it ended out of memory."""
+
+
+def probe(planned: Plan, *, store: Path, say: Say) -> list[Probed]:
+    """Run two steps of the first ways of a training stage, on copies of the longest row.
+
+    Nothing is left in ``store``. Raises ``ConfigError`` when the model or the rows are not there
+    yet, ``StageFailed`` when a way fails for another reason than memory.
+    """
+    inputs = _inputs(planned)
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=store) as folder:
+        rows = planned.step.config.global_batch_rows * STEPS
+        longest = _longest(inputs["data"], Path(folder), rows=rows, say=say)
+        return [
+            _probe(planned, way, inputs | {"data": longest}, Path(folder) / str(number), say=say)
+            for number, way in enumerate(planned.remaining[:MOST])
+        ]
+
+
+def _inputs(planned: Plan) -> dict[str, Artifact]:
+    """The stage's inputs; a model that is yet to be trained is as large as its base."""
+    base = planned.lineage.model
+    found = {}
+    for name, path in planned.inputs.items():
+        stand_in = path if path.is_dir() or name == "data" or base is None else Path(base).parent
+        if not stand_in.is_dir():
+            raise ConfigError(
+                f"{planned.label}: a probe needs the model and the tokenised rows, and {path} is "
+                "not there yet; run the flow once, or let it run until tokenize data is done"
+            )
+        found[name] = Artifact(name, name, stand_in, stand_in.name, "reused")
+    return found
+
+
+def _longest(data: Artifact, store: Path, *, rows: int, say: Say) -> Artifact:
+    step = Step[LongestRows](config=LongestRows(rows=rows))
+    made = plan("longest_rows", step, store, label="longest rows", inputs={"data": data})
+    return run_stage(made, say=say)
+
+
+def _probe(
+    planned: Plan, way: Way, inputs: dict[str, Artifact], store: Path, *, say: Say
+) -> Probed:
+    config = way.step.config.model_copy(update={"max_steps": STEPS, "epochs": 1})
+    step = way.step.model_copy(update={"config": config, "save_every": STEPS + 1})
+    label = f"probe {planned.label}"
+    one = plan(planned.stage.name, step, store, label=label, inputs=inputs)
+    say(f"{one.label}: {way.text}")
+    peak = way.memory.total if way.memory else None
+    try:
+        out = run_stage(one, say=say).path
+    except StageFailed as failed:
+        if failed.kind is None or failed.kind.policy != "less memory":
+            raise
+        return Probed(way, peak, None)
+    facts = [json.loads(file.read_text()) for file in (out / "ranks").glob("rank-*.json")]
+    return Probed(way, peak, max(each["peak_bytes"] - each["process_bytes"] for each in facts))
+
+
+def lines(planned: Plan, found: list[Probed]) -> list[str]:
+    """The plans of a stage with what was measured, and the others corrected by it."""
+    differences = [
+        each.measured - each.planned for each in found if each.measured and each.planned is not None
+    ]
+    text = [f"{'GB a rank: planned':>34}  measured  difference  plan"]
+    text += [_line(each) for each in found]
+    if differences:
+        shift = median(differences)
+        probed = {each.way.text for each in found}
+        text += [
+            f"{way.memory.total / 1e9:>34.2f}  {'':8}  {'':10}  {way.text}: "
+            f"{(way.memory.total + shift) / 1e9:.2f} GB corrected"
+            for way in planned.remaining
+            if way.memory and way.text not in probed
+        ]
+    return text
+
+
+def _line(each: Probed) -> str:
+    planned = "" if each.planned is None else f"{each.planned / 1e9:.2f}"
+    if each.measured is None:
+        return f"{planned:>34}  {'out of memory':>20}  {each.way.text}"
+    change = "" if each.planned is None else f"{(each.measured - each.planned) / 1e9:+.2f}"
+    return f"{planned:>34}  {each.measured / 1e9:>8.2f}  {change:>10}  {each.way.text}"

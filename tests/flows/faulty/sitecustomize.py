@@ -1,0 +1,63 @@
+"""Imported by every process whose PYTHONPATH names this folder: breaks a training rank on request.
+
+``FAULT`` is ``KIND:RANK:STEP``. The product knows nothing of it: the callback that watches
+training is wrapped from outside once it has been imported.
+"""
+
+import os
+import sys
+import threading
+import time
+
+
+def _break(kind: str) -> None:
+    import signal
+
+    import torch
+
+    if kind == "exception":
+        raise RuntimeError("injected")
+    if kind == "exit":
+        os._exit(3)
+    if kind == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if kind == "cuda_oom":
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if kind == "deadlock":
+        time.sleep(10_000)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "flood":
+        sys.stdout.write("a line of a library that says too much\n" * 1_000_000)
+    if kind == "preempt":
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _wrap() -> None:
+    kind, rank, step = os.environ["FAULT"].split(":")
+    while "stages.watch" not in sys.modules or not hasattr(sys.modules["stages.watch"], "Watch"):
+        time.sleep(0.01)
+    watched = sys.modules["stages.watch"].Watch
+    step_end, log = watched.on_step_end, watched.on_log
+    mine = os.environ.get("RANK") == rank
+    slow = float(os.environ.get("SLOW", "0.1"))
+
+    def on_step_end(self, args, state, control, **more):
+        time.sleep(slow)
+        if mine and state.global_step == int(step):
+            _break(kind)
+        return step_end(self, args, state, control, **more)
+
+    def on_log(self, args, state, control, logs=None, **more):
+        if mine and kind == "nan" and state.global_step == int(step) and logs and "loss" in logs:
+            logs = {**logs, "loss": float("nan")}
+        return log(self, args, state, control, logs=logs, **more)
+
+    watched.on_step_end, watched.on_log = on_step_end, on_log
+    if kind == "unsupervised":
+        sys.modules["stages.beats"].Beats.beat = lambda *_, **__: None
+        sys.modules["stages.stopping"].StopRequest.agreed = lambda *_: False
+
+
+if os.environ.get("FAULT") and "RANK" in os.environ:
+    threading.Thread(target=_wrap, daemon=True).start()
