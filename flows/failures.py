@@ -25,6 +25,9 @@ class Kind:
     """What the flow does by itself: ``again`` goes on from the newest complete checkpoint, a few
     times at most; ``less memory`` takes the planner's next plan, if there is one."""
 
+    pause_seconds: float = 0.0
+    """Before going on: a network or a node needs a moment."""
+
 
 class StageFailed(Exception):
     """A stage's processes did not end well; the text says why and what to do."""
@@ -51,7 +54,13 @@ NON_FINITE = Kind(
 )
 INPUT = Kind("input or settings", f"mend what the message names, {AGAIN}")
 PACKAGE = Kind("missing package", f"install it in this environment, {AGAIN}")
-LOST_PEER = Kind("lost peer", f"see the log for the network's complaint; {GOES_ON}", "again")
+DATA = Kind(
+    "data", "remove the damaged output that the log names, and the same command makes it again"
+)
+LOST_PEER = Kind(
+    "lost peer", f"see the log for the network's complaint; {GOES_ON}", "again", pause_seconds=10.0
+)
+LOST = Kind("lost", GOES_ON, "again")
 CRASHED = Kind("crashed", GOES_ON, "again")
 STUCK = Kind("stuck", f"see the stacks for where each rank waits; {GOES_ON}", "again")
 PREEMPTED = Kind("preempted", GOES_ON)
@@ -66,6 +75,8 @@ BY_TYPE = {
     "StageError": INPUT,
     "ModuleNotFoundError": PACKAGE,
     "Interrupted": PREEMPTED,
+    "ArrowInvalid": DATA,
+    "SafetensorError": DATA,
     "DistBackendError": LOST_PEER,
     "DistNetworkError": LOST_PEER,
 }
@@ -108,6 +119,9 @@ class Ended:
     oom_kills: int = 0
     """Processes that the kernel killed for memory meanwhile, on the whole machine."""
 
+    supervised: bool = True
+    """Whether the supervisor lived to tell of the end."""
+
     asked: bool = False
     """Whether the supervisor was told to end it."""
 
@@ -134,6 +148,11 @@ def num_oom_kills() -> int:
 
 def diagnose(label: str, out: Path, ended: Ended) -> Failure:
     """Why the command that was to fill ``out`` ended as it did, by its first guilty rank."""
+    if not ended.supervised:
+        head = (
+            f"{label} failed (lost{_at_step(out)}): the job's supervisor was killed, with the job"
+        )
+        return Failure(LOST, _text(head, log=ended.log, advice=LOST.advice))
     if ended.silent:
         return _stuck(label, out, ended)
     said, faults = ended.said, _faults(out / "failures")

@@ -137,6 +137,7 @@ def work(config: Training, known: Lineage) -> Work:
         lora_dropout=adapter.dropout if adapter else 0.0,
         fused_norms=config.liger_kernel,
         fused_mlp=config.liger_kernel,
+        reentrant=False,
         double_quantisation=getattr(method, "double_quantisation", True),
     )
 

@@ -8,6 +8,7 @@ from statistics import median
 
 from configs import ConfigError
 from flows.failures import StageFailed
+from flows.report import aligned
 from flows.run_stage import Plan, Say, plan, run_stage
 from flows.steps import Artifact, Step
 from flows.ways import Way
@@ -75,7 +76,7 @@ def _probe(
     label = f"probe {planned.label}"
     one = plan(planned.stage.name, step, store, label=label, inputs=inputs)
     say(f"{one.label}: {way.text}")
-    peak = way.memory.total if way.memory else None
+    peak = _total(way)
     try:
         out = run_stage(one, say=say).path
     except StageFailed as failed:
@@ -87,27 +88,32 @@ def _probe(
 
 
 def lines(planned: Plan, found: list[Probed]) -> list[str]:
-    """The plans of a stage with what was measured, and the others corrected by it."""
-    differences = [
-        each.measured - each.planned for each in found if each.measured and each.planned is not None
-    ]
-    text = [f"{'GB a rank: planned':>34}  measured  difference  plan"]
-    text += [_line(each) for each in found]
-    if differences:
-        shift = median(differences)
-        probed = {each.way.text for each in found}
-        text += [
-            f"{way.memory.total / 1e9:>34.2f}  {'':8}  {'':10}  {way.text}: "
-            f"{(way.memory.total + shift) / 1e9:.2f} GB corrected"
-            for way in planned.remaining
-            if way.memory and way.text not in probed
-        ]
-    return text
+    """The plans of a stage: planned, measured, and the unmeasured ones corrected by the rest."""
+    known = {each.way.text: each for each in found}
+    every = [known.get(way.text) or Probed(way, _total(way), None) for way in planned.remaining]
+    shift = median(
+        [each.measured - each.planned for each in found if each.measured and each.planned] or [0]
+    )
+    rows = [_row(each, tried=each.way.text in known, shift=shift) for each in every]
+    head = ("bytes a rank: planned", "measured", "difference", "plan")
+    return [f"  {line}" for line in aligned(head, rows).splitlines()]
 
 
-def _line(each: Probed) -> str:
-    planned = "" if each.planned is None else f"{each.planned / 1e9:.2f}"
-    if each.measured is None:
-        return f"{planned:>34}  {'out of memory':>20}  {each.way.text}"
-    change = "" if each.planned is None else f"{(each.measured - each.planned) / 1e9:+.2f}"
-    return f"{planned:>34}  {each.measured / 1e9:>8.2f}  {change:>10}  {each.way.text}"
+def _total(way: Way) -> int | None:
+    return way.memory.total if way.memory else None
+
+
+def _row(each: Probed, *, tried: bool, shift: float) -> list[str]:
+    planned = _size(each.planned) if each.planned else ""
+    if each.measured and each.planned:
+        change = f"{100 * (each.measured / each.planned - 1):+.0f} %"
+        return [planned, _size(each.measured), change, each.way.text]
+    if tried:
+        measured = _size(each.measured) if each.measured else "out of memory"
+        return [planned, measured, "", each.way.text]
+    corrected = f"about {_size((each.planned or 0) + shift)}" if shift else ""
+    return [planned, corrected, "", each.way.text]
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"

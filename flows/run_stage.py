@@ -223,6 +223,7 @@ def _execute(planned: Plan, *, lock: int, say: Say) -> tuple[Way, float]:
         elif failure.kind.policy == "again" and retries:
             retries -= 1
             say(f"{failure.text.splitlines()[0]}; going on from {_start(planned)}")
+            time.sleep(failure.kind.pause_seconds)
             _make_ready(planned)
         else:
             raise StageFailed(failure.text, kind=failure.kind)
@@ -250,14 +251,15 @@ def _try(planned: Plan, way: Way, *, lock: int, say: Say) -> Failure | None:
         raise type(stop)(failures.stopped(planned.label, step, placement.ended(out))) from None
     if code == 0:
         return None
-    facts = placement.ended(out) or {"why": None, "silent": {}}
+    facts = placement.ended(out)
     ended = Ended(
         code,
         log,
         since=since,
         oom_kills=failures.num_oom_kills() - killed,
-        asked=facts["why"] == "asked",
-        silent={int(rank): beat for rank, beat in facts["silent"].items()},
+        supervised=facts is not None,
+        asked=facts is not None and facts["why"] == "asked",
+        silent={int(rank): beat for rank, beat in facts["silent"].items()} if facts else {},
     )
     return failures.diagnose(planned.label, out, ended)
 

@@ -14,9 +14,9 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage(fetch, online=True),
-        Stage(prepare_data),
-        Stage(tokenize_data),
-        Stage(sft, beats=True),
+        Stage(prepare_data, version=2),
+        Stage(tokenize_data, version=2),
+        Stage(sft, version=2, beats=True),
         Stage(dpo, beats=True),
         Stage(convert),
         Stage(evaluate, beats=True),

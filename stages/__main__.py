@@ -1,7 +1,9 @@
 """``python -m stages OUT/job.json``: what every launched process runs."""
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -13,12 +15,14 @@ from stages.beats import Beats, write_stacks_on_request
 from stages.manifest import write_atomically
 
 LOGS = "logs"
+PR_SET_PDEATHSIG = 1
 
 
 def main(path: Path) -> None:
     """Run the job; a failure is recorded per rank, so that the first guilty one can be named."""
     out, rank = path.parent, int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
+        _die_with_launcher()
         _own_log(out / LOGS / f"rank-{rank}.log")
     try:
         job = Job.model_validate_json(path.read_text())
@@ -39,6 +43,12 @@ def main(path: Path) -> None:
         raise
     if rank == 0:
         write_atomically(out / "metrics.json", json.dumps(dict(metrics), indent=2))
+
+
+def _die_with_launcher() -> None:
+    """A rank whose launcher was killed would wait for its peers for ever, and hold its GPU."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _own_log(path: Path) -> None:

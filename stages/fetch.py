@@ -11,14 +11,15 @@ from pydantic import Field
 from configs import Config
 from stages.base import Context, Metrics
 from stages.manifest import write_atomically
-from stages.sources import gguf, hub, local, new_model, new_task
+from stages.sources import gguf, hub, local, new_model, new_task, several
 from stages.sources.gguf import GGUFModel
 from stages.sources.hub import HubData, HubModel
 from stages.sources.local import LocalData, LocalModel
 from stages.sources.new_model import NewModel
 from stages.sources.new_task import NewTask
+from stages.sources.several import Several
 
-Source = NewModel | NewTask | LocalModel | LocalData | HubModel | HubData | GGUFModel
+Source = NewModel | NewTask | LocalModel | LocalData | HubModel | HubData | GGUFModel | Several
 
 BRING: Mapping[type[Config], tuple[str, Callable[[Any, Path], Mapping[str, Any]]]] = {
     NewModel: ("model", new_model.bring),
@@ -28,6 +29,7 @@ BRING: Mapping[type[Config], tuple[str, Callable[[Any, Path], Mapping[str, Any]]
     HubModel: ("model", hub.bring_model),
     HubData: ("data", hub.bring_data),
     GGUFModel: ("model", gguf.bring),
+    Several: ("data", several.bring_data),
 }
 """For each kind of source the folder that it fills, and what fills it."""
 

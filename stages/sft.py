@@ -1,16 +1,14 @@
 """Supervised fine-tuning: TRL's trainer on tokenised conversations."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from stages import cpu_ranks, training
 from stages.base import Context, Metrics
+from stages.data import packing
 from stages.training import Training
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 class SFT(Training):
@@ -60,7 +58,9 @@ def sft(config: SFT, ctx: Context, *, model: Path, data: Path) -> Metrics:
 
     base = str(model / "model")
     rows: Any = load_from_disk(str(data / "conversations" / "train"))
-    rows = pack(rows.select_columns(["input_ids", "labels"]), config=config)
+    rows = rows.select_columns(["input_ids", "labels"])
+    if config.pack_length is not None:
+        rows = packing.pack(rows, config.pack_length)
     args = SFTConfig(
         **training.trainer_arguments(config, ctx),
         neftune_noise_alpha=config.neftune_alpha,
@@ -78,13 +78,3 @@ def sft(config: SFT, ctx: Context, *, model: Path, data: Path) -> Metrics:
     )
     trainer.add_callback(Watch(trainer, ctx))
     return training.train(trainer, ctx)
-
-
-def pack(rows: "Dataset", *, config: SFT) -> "Dataset":
-    """Best-fit-decreasing bins over the whole split, with the rows' lengths in ``seq_lengths``."""
-    if config.pack_length is None:
-        return rows
-    from trl import pack_dataset
-
-    whole = {"batch_size": len(rows)}
-    return pack_dataset(rows, config.pack_length, strategy="bfd_split", map_kwargs=whole)

@@ -1,25 +1,34 @@
 """Rows of text to rows of token ids for one model, with masks that were verified."""
 
-import json
+import datetime
+import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from configs import Config
 from stages.base import Context, Metrics, StageError
-from stages.data import masking, quarantine, templates
-from stages.data.quarantine import Reject
-from stages.data.readers import Place
-from stages.data.rules import RowError
-from stages.data.shapes import Canonical, Kind, Turn
+from stages.data import arrow, progress, quarantine, templates, tokens
+from stages.data.conversations import KINDS, Kind
+from stages.data.files import Tick
+from stages.data.places import Place
+from stages.data.quarantine import Keep, Tally
 from stages.data.templates import Template
+from stages.data.tokens import Block, Fitting, Tokenizing
 
-KINDS: tuple[Kind, ...] = ("conversations", "preferences")
+if TYPE_CHECKING:
+    import numpy as np
+
 SIDES = ("train", "test")
+BLOCK_ROWS, BLOCK_BYTES = 1000, 1 << 20
+WORTH_A_PROCESS = 4 << 20
+"""Bytes of rows from which on starting a process for each core pays."""
 
 
 class TokenizeData(Config):
@@ -33,41 +42,48 @@ class TokenizeData(Config):
     assistant_only_loss: bool = True
     """Train the assistant's turns and their stop tokens only; else every token."""
 
+    template_date: datetime.date | None = None
+    """What day it is for chat templates that write the date. Unset: they are refused."""
+
     drop_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of faulty rows, of conversations and of pairs each, that is put up with.
     Rows over ``max_length`` do not count."""
 
 
 def tokenize_data(config: TokenizeData, ctx: Context, *, model: Path, data: Path) -> Metrics:
-    """Write ``{conversations,preferences}/{train,test}`` into ``ctx.out`` as saved datasets.
+    """Write ``{conversations,preferences,unpaired}/{train,test}`` into ``ctx.out`` as saved sets.
 
     Conversations: ``input_ids``, ``labels`` (-100 where not trained), ``prompt_ids`` (what stands
     before the last answer at inference), ``answer`` (its text). Preferences: ``prompt_ids``,
-    ``chosen_ids``, ``rejected_ids``; prompt with answer is the template's rendering. Ids are lists
-    of int32, and every answer ends with a stop token. ``model`` holds ``model/`` with a tokenizer,
-    of which nothing else is loaded; ``data`` is an output of ``prepare_data``. What is kept out
-    stands in ``quarantine.jsonl``. Raises :class:`StageError`.
+    ``chosen_ids``, ``rejected_ids``; prompt with answer is the template's rendering. Unpaired:
+    ``prompt_ids``, ``completion_ids``, ``label``. Ids are lists of int32, every answer ends with a
+    stop token, and ``length`` is what ``max_length`` limits. ``model`` holds ``model/`` with a
+    tokenizer, of which nothing else is loaded; ``data`` is an output of ``prepare_data``. What is
+    kept out stands in ``quarantine.jsonl``. Rows are never all in memory. Raises
+    :class:`StageError`.
     """
     ctx.out.mkdir(parents=True, exist_ok=True)
-    template = templates.load(model / "model")
     found: list[Kind] = [kind for kind in KINDS if (data / kind).is_dir()]
     if not found:
         raise StageError(f"{data}: holds none of {', '.join(KINDS)}; give a prepare_data output")
-    splits = [_tokenize(config, template, data, kind, side) for kind in found for side in SIDES]
-    quarantine.write(ctx.out, {kind: _rejects(splits, kind) for kind in found})
-    for kind in found:
-        num_rows = sum(split.num_read for split in splits if split.kind == kind)
-        quarantine.enforce_budget(
-            _rejects(splits, kind),
-            num_rows=num_rows,
-            budget=config.drop_budget,
-            what=kind,
-            out=ctx.out,
-        )
-    for split in splits:
-        _refuse_empty(split, ctx.out)
-    for split in splits:
-        _save(split, ctx.out)
+    splits = [Split(kind, side, data / kind / f"{side}.jsonl") for kind in found for side in SIDES]
+    size = sum(split.path.stat().st_size for split in splits)
+    processes = len(os.sched_getaffinity(0)) if size >= WORTH_A_PROCESS else 1
+    if processes > 1:  # each core tokenises whole blocks by itself
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    template = templates.load(model / "model", date=config.template_date)
+    with _scratch(ctx.out) as scratch:
+        tick = progress.ticker(ctx.out, total=size)
+        with quarantine.opened(ctx.out) as keep:
+            for split in splits:
+                _tokenize(config, template, split, scratch, keep, processes, tick)
+        for kind in found:
+            _enforce_budget(config, kind, splits, ctx.out)
+        for split in splits:
+            _refuse_empty(split, ctx.out)
+        for kind in found:
+            shutil.rmtree(ctx.out / kind, ignore_errors=True)
+            (scratch / kind).rename(ctx.out / kind)
     return {
         f"{split.kind}/{split.side}/{name}": number
         for split in splits
@@ -75,180 +91,160 @@ def tokenize_data(config: TokenizeData, ctx: Context, *, model: Path, data: Path
     }
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """One row as token ids."""
-
-    columns: dict[str, Any]
-    length: int
-    """Tokens in the row; of a pair, in its prompt with the longer answer."""
-
-    num_tokens: int
-    num_trained: int
-    same_context: bool
-    """Whether training sees before each answer exactly what inference sees."""
-
-    truncated: bool = False
-
-
-@dataclass(frozen=True)
+@dataclass
 class Split:
-    """One side of the conversations or of the preferences, tokenised."""
+    """One side of the conversations or of the preferences, and what came of it."""
 
     kind: Kind
     side: str
-    num_read: int
-    rows: Sequence[Tokens]
-    rejects: Sequence[Reject]
+    path: Path
+    num_read: int = 0
+    num_tokens: int = 0
+    num_trained: int = 0
+    num_mismatched: int = 0
+    num_truncated: int = 0
+    lengths: "np.ndarray | None" = None
+    """How many rows there are of each length."""
+
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def file(self) -> str:
+        return f"{self.kind}/{self.path.name}"
 
 
-def _tokenize(config: TokenizeData, template: Template, data: Path, kind: Kind, side: str) -> Split:
-    name = f"{kind}/{side}.jsonl"
-    num_read = 0
-    rows, rejects = [], []
-    with (data / name).open(encoding="utf-8") as file:
-        for num_read, line in enumerate(file, 1):
-            place = Place(name, line=num_read)
-            try:
-                rows.append(_fit(config, template, json.loads(line), place))
-            except RowError as fault:
-                rejects.append(quarantine.reject(place, fault, line.rstrip("\n")))
-    return Split(kind, side, num_read, rows, rejects)
+@contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    """A folder for what is not yet complete; gone afterwards, whatever happens."""
+    folder = out / "tokenised.partial"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
-def _fit(config: TokenizeData, template: Template, row: Canonical, place: Place) -> Tokens:
-    """``row`` within ``max_length``. Raises :class:`RowError`, or :class:`StageError` if asked."""
-    tokens = _tokens(config, template, row)
-    length, excess = tokens.length, tokens.length - config.max_length
-    if excess > 0 and config.on_overflow == "error":
-        raise StageError(
-            f"{place}: {length} tokens, max_length is {config.max_length}; "
-            "raise max_length, or set on_overflow to drop or truncate_prompt"
-        )
-    while excess > 0 and config.on_overflow == "truncate_prompt":
-        shorter = _shorten(template, row, excess)
-        if shorter is None:
+def _tokenize(
+    config: TokenizeData,
+    template: Template,
+    split: Split,
+    scratch: Path,
+    keep: Keep,
+    processes: int,
+    tick: Tick,
+) -> None:
+    import numpy as np
+
+    fitting = Fitting(config.max_length, config.on_overflow, config.assistant_only_loss)
+    work = Tokenizing(template, fitting, split.kind, split.file)
+    split.lengths = np.zeros(config.max_length + 1, dtype=np.int64)
+    with arrow.writer(scratch / split.kind / split.side, split.kind) as write:
+        for size, block in _blocks(work, split.path, processes):
+            write(block)
+            _count(split, block, keep)
+            tick(size)
+
+
+def _blocks(work: Tokenizing, path: Path, processes: int) -> Iterator[tuple[int, Block]]:
+    """The file's rows, in its order, with the number of bytes that they were."""
+    _current[:] = [work]
+    if processes == 1:
+        yield from map(_block, _batches(path))
+        return
+    from multiprocessing import get_context
+
+    # Forked, so that the template is there; no thread was started yet that a fork would cut off.
+    with get_context("fork").Pool(processes) as pool:
+        yield from pool.imap(_block, _batches(path))
+
+
+_current: list[Tokenizing] = []
+"""What this process works on: a forked one inherits what cannot be sent."""
+
+
+def _block(batch: tuple[int, Sequence[bytes]]) -> tuple[int, Block]:
+    first, rows = batch
+    return sum(map(len, rows)), tokens.block(_current[0], first, rows)
+
+
+def _batches(path: Path) -> Iterator[tuple[int, Sequence[bytes]]]:
+    first = 1
+    with path.open("rb") as file:
+        while rows := _batch(file):
+            yield first, rows
+            first += len(rows)
+
+
+def _batch(file: Any) -> list[bytes]:
+    rows, size = [], 0
+    for row in islice(file, BLOCK_ROWS):
+        rows.append(row)
+        size += len(row)
+        if size >= BLOCK_BYTES:
             break
-        row, tokens = shorter, replace(_tokens(config, template, shorter), truncated=True)
-        excess = tokens.length - config.max_length
-    if excess > 0:
-        raise RowError("too_long", f"{length} tokens, max_length is {config.max_length}")
-    return tokens
+    return rows
 
 
-def _tokens(config: TokenizeData, template: Template, row: Canonical) -> Tokens:
-    if "prompt" in row:
-        return _pair(template, row)
-    return _conversation(template, row["messages"], assistant_only=config.assistant_only_loss)
+def _count(split: Split, block: Block, keep: Keep) -> None:
+    import numpy as np
+
+    assert split.lengths is not None
+    split.lengths += np.bincount(block.lengths, minlength=len(split.lengths))
+    split.num_read += block.num_read
+    split.num_tokens += block.num_tokens
+    split.num_trained += block.num_trained
+    split.num_mismatched += block.num_mismatched
+    split.num_truncated += block.num_truncated
+    for number, fault, row in block.rejects:
+        place = Place(split.file, line=number)
+        keep(split.kind, place, fault, row)
+        split.tally.add(fault.rule, str(place), fault.detail)
 
 
-def _conversation(template: Template, turns: Sequence[Turn], *, assistant_only: bool) -> Tokens:
-    masked = masking.mask(template, turns)
-    labels = masked.labels if assistant_only else list(masked.ids)
-    return Tokens(
-        columns={
-            "input_ids": masked.ids,
-            "labels": labels,
-            "prompt_ids": masked.prompt_ids,
-            "answer": next(t["content"] for t in reversed(turns) if t["role"] == "assistant"),
-        },
-        length=len(masked.ids),
-        num_tokens=len(masked.ids),
-        num_trained=sum(label != masking.IGNORED for label in labels),
-        same_context=masked.same_context,
+def _enforce_budget(config: TokenizeData, kind: Kind, splits: Sequence[Split], out: Path) -> None:
+    both = Tally()
+    for split in splits:
+        if split.kind == kind:
+            both.counts.update(split.tally.counts)
+            for rule, places in split.tally.first.items():
+                known = both.first.setdefault(rule, [])
+                known += places[: quarantine.NUM_PLACES - len(known)]
+    quarantine.enforce_budget(
+        both,
+        num_rows=sum(split.num_read for split in splits if split.kind == kind),
+        budget=config.drop_budget,
+        what=kind,
+        out=out,
     )
-
-
-def _pair(template: Template, row: Canonical) -> Tokens:
-    chosen = masking.mask(template, row["prompt"] + row["chosen"], last_only=True)
-    rejected = masking.mask(template, row["prompt"] + row["rejected"], last_only=True)
-    if chosen.ids == rejected.ids:
-        raise RowError("chosen_equals_rejected", "both answers become the same tokens")
-    # A tokenizer may merge the prompt's end into one answer and not into the other: the prompt
-    # of a pair is what both share before either answer begins.
-    start = min(chosen.spans[-1][0], rejected.spans[-1][0])
-    num_tokens = len(chosen.ids) + len(rejected.ids)
-    return Tokens(
-        columns={
-            "prompt_ids": chosen.ids[:start],
-            "chosen_ids": chosen.ids[start:],
-            "rejected_ids": rejected.ids[start:],
-        },
-        length=max(len(chosen.ids), len(rejected.ids)),
-        num_tokens=num_tokens,
-        num_trained=num_tokens - 2 * start,
-        same_context=chosen.same_context and rejected.same_context,
-    )
-
-
-def _shorten(template: Template, row: Canonical, excess: int) -> Canonical | None:
-    """``row`` with less before its last answer, or ``None`` when nothing more can go.
-
-    The oldest question goes with its answers as long as a later one is left; then the last
-    question loses about ``excess`` tokens at its start. The system turn stays.
-    """
-    name = "prompt" if "prompt" in row else "messages"
-    answer = row[name][-1:] if name == "messages" else []
-    turns = row[name][: len(row[name]) - len(answer)]
-    num_system = sum(turn["role"] == "system" for turn in turns)
-    questions = [index for index, turn in enumerate(turns) if turn["role"] == "user"]
-    if len(questions) > 1:
-        rest = turns[questions[1] :]
-    else:
-        question = turns[questions[0]]["content"]
-        num_tokens = len(templates.encode(template, [question])[0])
-        kept = question[max(1, len(question) * excess // num_tokens) :]
-        if not kept.strip():
-            return None
-        rest = [{"role": "user", "content": kept}]
-    return {**row, name: [*turns[:num_system], *rest, *answer]}
-
-
-def _rejects(splits: Sequence[Split], kind: Kind) -> list[Reject]:
-    return [bad for split in splits if split.kind == kind for bad in split.rejects]
 
 
 def _refuse_empty(split: Split, out: Path) -> None:
-    if not split.rows:
-        dropped = ", ".join(f"{rule} {n}" for rule, n in quarantine.counts(split.rejects).items())
+    assert split.lengths is not None
+    if not split.lengths.any():
+        dropped = quarantine.listed(split.tally.counts)
         raise StageError(
             f"no row of {split.kind}/{split.side} is left ({dropped or 'it was empty'}); "
             f"see {out / quarantine.NAME}, then give more rows, or raise max_length for long ones"
         )
 
 
-def _save(split: Split, out: Path) -> None:
-    """Write ``out/<kind>/<side>`` aside, then put it in its place."""
-    from datasets import Dataset, Features, List, Value, disable_progress_bars
-
-    disable_progress_bars()
-    columns = {name: [row.columns[name] for row in split.rows] for name in split.rows[0].columns}
-    kinds = {
-        name: Value("string") if name == "answer" else List(Value("int32")) for name in columns
-    }
-    path = out / split.kind / split.side
-    partial = path.with_name(f"{path.name}.partial")
-    for old in (partial, path):
-        shutil.rmtree(old, ignore_errors=True)
-    Dataset.from_dict(columns, features=Features(kinds)).save_to_disk(partial)
-    partial.rename(path)
-
-
 def _facts(split: Split) -> dict[str, int]:
-    lengths = sorted(row.length for row in split.rows)
+    assert split.lengths is not None
+    rows = split.lengths.cumsum()
     return {
-        "rows": len(split.rows),
-        "tokens": sum(row.num_tokens for row in split.rows),
-        "trained_tokens": sum(row.num_trained for row in split.rows),
-        "longest": lengths[-1],
-        "p50": _quantile(lengths, 50),
-        "p95": _quantile(lengths, 95),
-        "context_mismatch_rows": sum(not row.same_context for row in split.rows),
-        "truncated": sum(row.truncated for row in split.rows),
-        **{f"dropped/{rule}": number for rule, number in quarantine.counts(split.rejects).items()},
+        "rows": int(rows[-1]),
+        "tokens": split.num_tokens,
+        "trained_tokens": split.num_trained,
+        "longest": int(split.lengths.nonzero()[0][-1]),
+        "p50": _quantile(rows, 50),
+        "p95": _quantile(rows, 95),
+        "context_mismatch_rows": split.num_mismatched,
+        "truncated": split.num_truncated,
+        **{f"dropped/{rule}": n for rule, n in quarantine.counts(split.tally.counts).items()},
     }
 
 
-def _quantile(lengths: Sequence[int], percent: int) -> int:
-    """The nearest-rank percentile of sorted ``lengths``."""
-    return lengths[-(-percent * len(lengths) // 100) - 1]
+def _quantile(rows: "np.ndarray", percent: int) -> int:
+    """The nearest-rank percentile, from the number of rows of each length or less."""
+    return int(rows.searchsorted(-(-percent * int(rows[-1]) // 100)))

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.2
 STATUS_SECONDS = 2.0
 STACK_SECONDS = 3.0
@@ -143,6 +143,7 @@ def main(argv: list[str]) -> int:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
         except OSError as error:
             out.write(f"{job['argv'][0]}: {error}\n".encode())
@@ -167,6 +168,11 @@ def main(argv: list[str]) -> int:
 def _adopt_orphans() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    """Nothing may outlive a supervisor that was itself killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _wake_on(*signals: signal.Signals) -> int:

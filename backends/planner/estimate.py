@@ -11,7 +11,7 @@ from typing import Any, get_args
 from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources
 from backends.planner import work as words
 from backends.planner.hardware import GB, find_machine
-from backends.planner.memory import Memory
+from backends.planner.memory import Memory, unknown_buckets
 from backends.planner.model import find_model
 from backends.planner.ranking import MARGIN_BYTES, Limits, Option, judge
 from backends.planner.table import as_object
@@ -23,8 +23,8 @@ SOMEWHERE = Path("nvme")
 
 
 def _zero(stage: Any, **offload: Any) -> DeepSpeed:
-    nvme = {"nvme_path": SOMEWHERE} if "nvme" in offload.values() else {}
-    return DeepSpeed(zero_stage=stage, **offload, **nvme)
+    place = SOMEWHERE if "nvme" in offload.values() else None
+    return DeepSpeed(zero_stage=stage, nvme_path=place, **offload)
 
 
 BACKENDS: dict[str, Callable[[], NamedBackend]] = {
@@ -101,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="kept free for the CUDA context and fragmentation",
     )
+    add(
+        "--buckets",
+        choices=("unknown", "auto"),
+        default="unknown",
+        help="of ZeRO-1 and 2: unknown (default) leaves 3.6 GB for those of published examples",
+    )
     add("--json", action="store_true", help="one object")
 
 
@@ -118,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     )
     setup = Setup(_backend(args), resources)
     setup.backend.plan(resources)  # refuses what cannot be started
-    limits = Limits(margin_bytes=int(args.context_margin * GB))
+    spare = unknown_buckets(setup) if args.buckets == "unknown" else 0
+    limits = Limits(margin_bytes=int(args.context_margin * GB) + spare)
     work = _work(args, setup)
     option = judge(model, work, setup, machine, limits=limits)
     if args.json:

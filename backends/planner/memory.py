@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from backends import DeepSpeed
 from backends.planner.block import EXPERTS, FLOAT32, ROUTER, Layer, replay_layer, replay_loss
 from backends.planner.model import Model
 from backends.planner.tape import Replay
@@ -197,6 +198,18 @@ def memory(model: Model, work: Work, setup: Setup) -> Memory:
 
 
 # -- What the model weighs -------------------------------------------------------------------------
+
+
+def unknown_buckets(setup: Setup) -> int:
+    """Bytes that ZeRO-1 and 2 may take beyond `memory` when their bucket sizes are not known.
+
+    `memory` counts buckets of hidden_size squared, as this project and ``auto`` set them. Published
+    configurations name 2e8 elements of 2 bytes, and ``overlap_comm`` takes 4.5 times both buckets
+    (huggingface.co/docs/transformers, DeepSpeed, "ZeRO configuration").
+    """
+    backend = setup.backend
+    below_three = isinstance(backend, DeepSpeed) and backend.zero_stage < 3
+    return int(4.5 * 2 * 2 * 2e8) if below_three and setup.world_size > 1 else 0
 
 
 def adapter_modules(model: Model, work: Work) -> tuple[str, ...]:
@@ -639,7 +652,7 @@ def _away(
     if spread.optimizer_away == "cpu" or (sizes.paged and not spread.optimizer_away):
         host += factor * optimizer
     if spread.optimizer_away == "nvme":
-        host, disk = host + buffers, disk + optimizer
+        host, disk = host + min(buffers, factor * optimizer), disk + optimizer
     if spread.weights_away == "cpu":
         host += factor * weights
     if spread.weights_away == "nvme":

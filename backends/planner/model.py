@@ -225,7 +225,7 @@ def find_model(text: str) -> Model:
     if path.is_file():
         return _from_file(path)
     known = _catalogue()
-    if found := known.get(_plain(text)):
+    if found := known.get(_plain(text)) or known.get(_plain(text.replace("_", "-"))):
         name, config = found
         return read_config(config, name=name)
     raise ValueError(f"model {text!r} is neither a folder nor in the catalogue; {_nearest(text)}")
@@ -342,8 +342,10 @@ def _mixtral(config: HFConfig) -> dict[str, Any]:
 
 
 def _experts(config: HFConfig, count: str, width: str) -> dict[str, Any]:
+    """transformers 5 writes ``num_local_experts`` where older configs say ``num_experts``."""
+    other = "num_experts" if count == "num_local_experts" else "num_local_experts"
     return {
-        "num_experts": config[count],
+        "num_experts": config[count] if count in config else config[other],
         "num_active_experts": config["num_experts_per_tok"],
         "expert_width": config[width],
     }
@@ -523,7 +525,8 @@ def _gpt2(config: HFConfig) -> dict[str, Any]:
 
 
 def _gpt_neox(config: HFConfig) -> dict[str, Any]:
-    return _ungated(_common(config)) | _layer_norm()
+    heads = config["num_attention_heads"]
+    return _ungated(_common(config)) | _layer_norm() | {"num_kv_heads": heads}
 
 
 def _bloom(config: HFConfig) -> dict[str, Any]:
@@ -547,7 +550,8 @@ def _opt(config: HFConfig) -> dict[str, Any]:
     """Learned positions start at row 2. A projected embedding (350M) is not covered."""
     common = _common({"intermediate_size": config.get("ffn_dim"), **config}, tied=True)
     rows = common["max_positions"] + 2
-    return _ungated(common) | _layer_norm() | {"position_rows": rows}
+    fields = {"position_rows": rows, "num_kv_heads": common["num_heads"]}
+    return _ungated(common) | _layer_norm() | fields
 
 
 def _baichuan(config: HFConfig) -> dict[str, Any]:

@@ -4,13 +4,29 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+import orjson
+
 # JSON leaves these as they are, and str.splitlines takes each for the end of a line.
 _SEPARATORS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def dump(value: Any) -> str:
     """``value`` as JSON without a line break, readable in every language."""
-    return json.dumps(value, ensure_ascii=False).translate(_SEPARATORS)
+    line = _encode(value)
+    return line if line.isascii() else line.translate(_SEPARATORS)
+
+
+def load(line: bytes) -> Any:
+    """The value of a JSON text; ``ValueError`` or ``RecursionError`` where it is none.
+
+    What the fast parser refuses goes to the lenient one, so that half a surrogate pair or a NaN
+    becomes the fault of its column and not of the whole line.
+    """
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line.decode())
 
 
 def join(lines: Iterable[str]) -> str:

@@ -1,93 +1,219 @@
 """Which tokens of a rendered conversation are the assistant's, verified turn by turn."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages.data import templates
 from stages.data.rules import RowError
-from stages.data.shapes import Turn
 from stages.data.templates import Template
+from stages.data.turns import Turn
+
+if TYPE_CHECKING:
+    import numpy as np
 
 IGNORED = -100
 """The label of a token that is not trained."""
 
 
 @dataclass(frozen=True)
+class Talk:
+    """A conversation to be tokenised."""
+
+    turns: Sequence[Turn]
+    tools: Sequence[Any] | None = None
+    last_only: bool = False
+    """Whether the last assistant turn alone is looked for."""
+
+
+@dataclass(frozen=True)
 class Masked:
     """A conversation as tokens, cut behind the stop token of its last assistant turn."""
 
-    ids: list[int]
+    ids: "np.ndarray"
     spans: list[tuple[int, int]]
     """Half-open range of each assistant turn, its stop token included, in ``ids``."""
 
-    prompt_ids: list[int]
+    prompt_ids: "np.ndarray"
     """What stands before the last assistant turn at inference, generation prompt included."""
 
     same_context: bool
     """Whether every assistant turn is trained behind exactly the ids it follows at inference."""
 
-    @property
-    def labels(self) -> list[int]:
-        """``ids`` with :data:`IGNORED` outside the spans."""
-        labels = [IGNORED] * len(self.ids)
-        for start, end in self.spans:
-            labels[start:end] = self.ids[start:end]
-        return labels
+    trained: Sequence[bool]
+    """For each span whether the data asks to train it."""
+
+    def labels(self) -> "tuple[np.ndarray, int]":
+        """``ids`` with :data:`IGNORED` outside the spans that are trained, and what these have."""
+        import numpy as np
+
+        labels, number = np.full(len(self.ids), IGNORED, dtype=np.int32), 0
+        for (start, end), trained in zip(self.spans, self.trained, strict=True):
+            if trained:
+                labels[start:end] = self.ids[start:end]
+                number += end - start
+        return labels, number
 
 
-def mask(template: Template, turns: Sequence[Turn], *, last_only: bool = False) -> Masked:
-    """Render and tokenise ``turns`` and find the assistant's tokens by the prefix method.
+@dataclass(frozen=True)
+class Cut:
+    """Where an assistant turn begins: behind so many special tokens and the ids of ``tail``."""
 
-    For an assistant turn, the turns before it are rendered up to and including the generation
-    prompt. The turn begins at the first token where the whole rendering differs from that prompt
-    (a tokenizer may merge across the boundary) and ends with the first stop token. ``last_only``
-    finds the last assistant turn alone. Raises :class:`RowError`.
+    num_special: int
+    tail: str
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and where its assistant turns begin."""
+
+    text: str
+    trained: Sequence[bool]
+    cuts: list[Cut | None]
+    """For each answer; ``None`` where what precedes it in training is not its prompt."""
+
+    prompts: list[str]
+    """For each answer what precedes it at inference; for a marked template what precedes it."""
+
+    last_prompt: str
+
+
+@dataclass(frozen=True)
+class Tails:
+    """Ids of what stands between the last special token and an answer: the same for most rows."""
+
+    known: dict[str, list[int]] = field(default_factory=dict)
+
+    def learn(self, template: Template, tails: Iterable[str]) -> None:
+        fresh = list(dict.fromkeys(tail for tail in tails if tail not in self.known))
+        if len(self.known) > 100_000:
+            self.known.clear()
+        found = templates.encode_pieces(template, fresh) if fresh else []
+        self.known.update(zip(fresh, found, strict=True))
+
+
+def mask(template: Template, talks: Sequence[Talk], tails: Tails) -> list[Masked | RowError]:
+    """Render and tokenise every conversation and find the assistant's tokens.
+
+    A template with generation marks says where an assistant turn begins. Else it begins at the
+    first token where the whole rendering differs from the rendering of the turns before it with
+    the generation prompt (a tokenizer may merge across the boundary). It ends with the first stop
+    token. The value of a conversation that cannot be masked is its fault.
+
+    Every text is tokenised once: special tokens split it, so the prompt's ids are those of the
+    whole up to its last special token, and then those of the few characters that follow it.
     """
+    rendered = [_rendered(template, talk) for talk in talks]
+    good = [one for one in rendered if isinstance(one, Rendered)]
+    ids = iter(templates.encode(template, [one.text for one in good]))
+    cuts = [cut for one in good for cut in one.cuts if cut]
+    tails.learn(template, [cut.tail for cut in cuts])
+    return [
+        _masked(template, one, next(ids), tails) if isinstance(one, Rendered) else one
+        for one in rendered
+    ]
+
+
+# --- text
+
+
+def _rendered(template: Template, talk: Talk) -> Rendered | RowError:
+    turns = talk.turns
     answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if not answers:
-        raise RowError("no_trained_token", "there is no assistant turn")
-    if answers[0] == 0:
-        raise RowError("opens_with_assistant")
-    templates.refuse_special_tokens(template, turns)
-    answers = answers[-1:] if last_only else answers
-    whole = templates.render(template, turns)
-    prompts = [templates.render(template, turns[:index], to_answer=True) for index in answers]
-    _verify_text(template, turns, answers, prompts, whole)
-    ids, *prompt_ids = templates.encode(template, [whole, *prompts])
-    if len(ids) > 1 and ids[0] == ids[1] == template.tokenizer.bos_token_id:
-        raise RowError("two_bos")
-    starts = [_num_common(one, ids) for one in prompt_ids]
-    ends = _ends(template, ids, starts)
-    return Masked(
-        ids=ids[: ends[-1]],
-        spans=list(zip(starts, ends, strict=True)),
-        prompt_ids=prompt_ids[-1],
-        same_context=all(len(one) == start for one, start in zip(prompt_ids, starts, strict=True)),
-    )
+    try:
+        if not answers:
+            raise RowError("no_trained_token", "there is no assistant turn")
+        if answers[0] == 0:
+            raise RowError("opens_with_assistant")
+        templates.refuse_special_tokens(template, turns)
+        answers = answers[-1:] if talk.last_only else answers
+        trained = [turns[index].get("train", True) for index in answers]
+        if not any(trained):
+            raise RowError("no_trained_token", "every assistant turn asks not to be trained")
+        if templates.compile_for(template, talk.tools).marks:
+            return _by_marks(template, talk, answers, trained)
+        return _by_prefixes(template, talk, answers, trained)
+    except RowError as fault:
+        return fault
+
+
+def _by_prefixes(
+    template: Template, talk: Talk, answers: Sequence[int], trained: Sequence[bool]
+) -> Rendered:
+    turns, tools = talk.turns, talk.tools
+    whole = templates.render(template, turns, tools=tools)
+    prompts = [
+        templates.render(template, turns[:index], tools=tools, to_answer=True) for index in answers
+    ]
+    _verify_text(template, talk, answers, prompts, whole)
+    cuts = [_cut(template, one) if whole.startswith(one) else None for one in prompts]
+    return Rendered(whole, trained, cuts, prompts, prompts[-1])
+
+
+def _by_marks(
+    template: Template, talk: Talk, answers: Sequence[int], trained: Sequence[bool]
+) -> Rendered:
+    """The template says where the answers are; that their texts stand there is checked."""
+    whole, marks = templates.render_marked(template, talk.turns, tools=talk.tools)
+    marks = marks[-len(answers) :]
+    if len(marks) < len(answers):
+        detail = f"{len(marks)} generation marks for {len(answers)} assistant turns"
+        raise RowError("answer_rewritten", detail)
+    _verify_tools(talk, whole)
+    ends = [*(start for start, _ in marks[1:]), len(whole)]
+    for index, (start, _), end in zip(answers, marks, ends, strict=True):
+        _verify_answer(talk.turns[index], index, whole[start:end])
+    before = [whole[:start] for start, _ in marks]
+    prompt = templates.render(template, talk.turns[: answers[-1]], tools=talk.tools, to_answer=True)
+    return Rendered(whole, trained, [_cut(template, one) for one in before], before, prompt)
+
+
+def _cut(template: Template, prompt: str) -> Cut | None:
+    """``prompt``'s end as seen from its last special token."""
+    if not template.splits or template.special is None:
+        return None
+    number = end = 0
+    for found in template.special.finditer(prompt):
+        number, end = number + 1, found.end()
+    return Cut(number, prompt[end:]) if number else None
 
 
 def _verify_text(
-    template: Template,
-    turns: Sequence[Turn],
-    answers: Sequence[int],
-    prompts: Sequence[str],
-    whole: str,
+    template: Template, talk: Talk, answers: Sequence[int], prompts: Sequence[str], whole: str
 ) -> None:
     """The whole begins with each answer's history, and between two histories stands the answer."""
+    turns = talk.turns
+    _verify_tools(talk, whole)
     cuts = [0]
     for index, prompt in zip(answers, prompts, strict=True):
-        # Some templates end a finished conversation with more than its turns (Phi-3 sets an EOS):
-        # the history is what the finished and the awaiting rendering share.
-        history = prompt[: _num_common(templates.render(template, turns[:index]), prompt)]
+        history = prompt
+        if not whole.startswith(prompt):
+            # Some templates end a finished conversation with more than its turns (Phi-3 sets an
+            # EOS): the history is what the finished and the awaiting rendering share.
+            finished = templates.render(template, turns[:index], tools=talk.tools)
+            history = prompt[: _num_common(finished, prompt)]
         question = turns[index - 1]["content"].strip()
         if not whole.startswith(history) or question not in history[cuts[-1] :]:
-            raise RowError("history_rewritten", f"the turns before turn {index}")
+            raise RowError("history_rewritten", f"not so the turns before turn {index}")
         cuts.append(len(history))
     for index, (start, end) in zip(answers, pairwise([*cuts[1:], len(whole)]), strict=True):
-        if turns[index]["content"].strip() not in whole[start:end]:
-            raise RowError("answer_rewritten", f"turn {index} is rendered without its text")
+        _verify_answer(turns[index], index, whole[start:end])
+
+
+def _verify_answer(turn: Turn, index: int, shown: str) -> None:
+    if turn["content"].strip() not in shown:
+        raise RowError("answer_rewritten", f"turn {index} is rendered without its text")
+    for call in turn.get("tool_calls", ()):
+        if call["function"]["name"] not in shown:
+            raise RowError("tools_not_rendered", f"turn {index} is rendered without its call")
+
+
+def _verify_tools(talk: Talk, whole: str) -> None:
+    for tool in talk.tools or ():
+        if tool["function"]["name"] not in whole:
+            name = tool["function"]["name"]
+            raise RowError("tools_not_rendered", f"the template leaves the tool {name} out")
 
 
 def _num_common(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
@@ -97,16 +223,74 @@ def _num_common(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     return next(n for n, one in enumerate(ours) if n == len(theirs) or one != theirs[n])
 
 
-def _ends(template: Template, ids: Sequence[int], starts: Sequence[int]) -> list[int]:
+# --- tokens
+
+
+def _masked(
+    template: Template, rendered: Rendered, ids: list[int], tails: Tails
+) -> Masked | RowError:
+    import numpy as np
+
+    if len(ids) > 1 and ids[0] == ids[1] == template.tokenizer.bos_token_id:
+        return RowError("two_bos", "the rendering begins with two BOS tokens")
+    array = np.array(ids, dtype=np.int32)
+    special = template.is_special[array].nonzero()[0].tolist()
+    shift = int(template.leading_bos is not None and _bos_was_set(template, rendered))
+    prompt_ids = [
+        _prompt_ids(template, cut, prompt, ids, special, shift, tails)
+        for cut, prompt in zip(rendered.cuts, rendered.prompts, strict=True)
+    ]
+    starts = [_num_common(one, ids) for one in prompt_ids]
+    ends = _ends(template, array, starts)
+    if isinstance(ends, RowError):
+        return ends
+    last = prompt_ids[-1]
+    if rendered.last_prompt != rendered.prompts[-1]:
+        last = templates.encode(template, [rendered.last_prompt])[0]
+    same = all(len(one) == start for one, start in zip(prompt_ids, starts, strict=True))
+    whole = array[: ends[-1]]
+    return Masked(
+        ids=whole,
+        spans=list(zip(starts, ends, strict=True)),
+        prompt_ids=(
+            whole[: starts[-1]] if len(last) == starts[-1] else np.array(last, dtype=np.int32)
+        ),
+        same_context=same and last == prompt_ids[-1],
+        trained=rendered.trained,
+    )
+
+
+def _bos_was_set(template: Template, rendered: Rendered) -> bool:
+    """Whether the first id is not of the text, but the BOS that was set before it."""
+    found = template.special.match(rendered.text) if template.special else None
+    return not (
+        found and template.tokenizer.convert_tokens_to_ids(found[0]) == template.leading_bos
+    )
+
+
+def _prompt_ids(
+    template: Template,
+    cut: Cut | None,
+    prompt: str,
+    ids: list[int],
+    special: Sequence[int],
+    shift: int,
+    tails: Tails,
+) -> list[int]:
+    """The ids of ``prompt``, out of ``ids`` where it is the beginning of the same text."""
+    if cut is None:
+        return templates.encode(template, [prompt])[0]
+    return [*ids[: special[cut.num_special - 1 + shift] + 1], *tails.known[cut.tail]]
+
+
+def _ends(template: Template, ids: "np.ndarray", starts: Sequence[int]) -> list[int] | RowError:
     """Where each span ends: behind the first stop token, which must come before the next span."""
+    stops = template.is_stop[ids].nonzero()[0]
+    found = stops.searchsorted(starts).tolist()
     ends = []
-    for start, following in pairwise([*starts, len(ids)]):
-        end = _behind_stop(template, ids[start:following])
-        if end is None:
-            raise RowError("no_stop_token", f"between the tokens {start} and {following}")
-        ends.append(start + end)
+    for place, (start, following) in zip(found, pairwise([*starts, len(ids)]), strict=True):
+        end = int(stops[place]) + 1 if place < len(stops) else following + 1
+        if end > following:
+            return RowError("no_stop_token", f"none between the tokens {start} and {following}")
+        ends.append(end)
     return ends
-
-
-def _behind_stop(template: Template, ids: Iterable[int]) -> int | None:
-    return next((n for n, one in enumerate(ids, 1) if one in template.stop_ids), None)

@@ -2,82 +2,106 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stages.base import StageError
 from stages.data import lines
-from stages.data.readers import Place
+from stages.data.places import Place
 from stages.data.rules import RowError
-from stages.manifest import write_atomically
 
 NAME = "quarantine.jsonl"
 EXCERPT = 200
+NUM_PLACES = 3
 ASKED_FOR = frozenset({"too_long"})
 """Rules that carry out a limit of the user's and say nothing about the data's quality."""
 
 
 @dataclass(frozen=True)
-class Reject:
-    """One row that was kept out."""
+class Tally:
+    """What was kept out of one kind of rows: numbers, and the first of each rule."""
 
-    place: Place
-    rule: str
-    detail: str
-    excerpt: str
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """For each rule the places of its first rows, with what was wrong there."""
+
+    @property
+    def num_faults(self) -> int:
+        """Rows that count against the drop budget."""
+        return sum(number for rule, number in self.counts.items() if rule not in ASKED_FOR)
+
+    def add(self, rule: str, place: str, detail: str) -> None:
+        self.counts[rule] += 1
+        places = self.first.setdefault(rule, [])
+        if len(places) < NUM_PLACES:
+            places.append((place, detail))
 
 
-def reject(place: Place, fault: RowError, value: Any) -> Reject:
-    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    excerpt = shown[:EXCERPT].encode(errors="backslashreplace").decode()
-    return Reject(place, fault.rule, fault.detail, excerpt)
+Keep = Callable[[str, Place, RowError, Any], None]
+"""Told of the kind of a row, its place, its fault and its value."""
 
 
-def write(out: Path, rejects: Mapping[str, Sequence[Reject]]) -> None:
-    """``out/quarantine.jsonl``: one object for each row, with a ``line`` or a ``row``.
+@contextmanager
+def opened(out: Path) -> Iterator[Keep]:
+    """Writes ``out/quarantine.jsonl``: one object for each row, with a ``line`` or a ``row``.
 
-    The keys of ``rejects`` say what the rows are, and stand in the field ``kind``.
+    The file gets its name when the context ends, also with an error: it says why.
     """
-    entries = (
-        lines.dump({"kind": kind, **_entry(bad)}) for kind, rows in rejects.items() for bad in rows
-    )
-    write_atomically(out / NAME, lines.join(entries))
+    partial = out / f"{NAME}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+
+        def keep(kind: str, place: Place, fault: RowError, value: Any) -> None:
+            spot = {"row": place.row} if place.line is None else {"line": place.line}
+            entry = {"kind": kind, "file": place.file, **spot, "rule": fault.rule}
+            entry |= {"detail": fault.detail, "excerpt": excerpt(value)}
+            file.write(lines.dump(entry) + "\n")
+
+        try:
+            yield keep
+        finally:
+            file.flush()
+            partial.rename(out / NAME)
 
 
-def _entry(bad: Reject) -> dict[str, Any]:
-    spot = {"row": bad.place.row} if bad.place.line is None else {"line": bad.place.line}
-    rest = {"rule": bad.rule, "detail": bad.detail, "excerpt": bad.excerpt}
-    return {"file": bad.place.file, **spot, **rest}
+def excerpt(value: Any) -> str:
+    """The start of a row, whatever it is."""
+    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return shown[:EXCERPT].encode(errors="backslashreplace").decode()
 
 
-def counts(rejects: Sequence[Reject]) -> dict[str, int]:
+def counts(tally: Mapping[str, int]) -> dict[str, int]:
     """How many rows each rule kept out, the most frequent first."""
-    return dict(Counter(bad.rule for bad in rejects).most_common())
+    return dict(Counter(tally).most_common())
 
 
-def faults(rejects: Sequence[Reject]) -> list[Reject]:
-    """The rejects that count against the drop budget."""
-    return [bad for bad in rejects if bad.rule not in ASKED_FOR]
+def listed(tally: Mapping[str, int]) -> str:
+    """``empty_turn 3, not_text 1``."""
+    return ", ".join(f"{rule} {number}" for rule, number in counts(tally).items())
 
 
 def enforce_budget(
-    rejects: Sequence[Reject], *, num_rows: int, budget: float, what: str, out: Path
+    tally: Tally, *, num_rows: int, budget: float, what: str, out: Path, sources: Sequence[str] = ()
 ) -> None:
     """Raise :class:`StageError` where more than ``budget`` of ``num_rows`` rows are faulty.
 
-    ``what`` names the rows and ``out`` the directory that holds the quarantine.
+    ``what`` names the rows, ``out`` the directory that holds the quarantine and ``sources`` the
+    files as the user calls them.
     """
-    bad = faults(rejects)
-    if not bad or len(bad) / num_rows <= budget:
+    bad = tally.num_faults
+    if not bad or bad / num_rows <= budget:
         return
-    (rule, number), *others = counts(bad).items()
-    worst = [one for one in bad if one.rule == rule][:3]
-    places = ", ".join(str(one.place) for one in worst)
+    (rule, number), *others = (
+        (rule, number) for rule, number in counts(tally.counts).items() if rule not in ASKED_FOR
+    )
+    places = ", ".join(place for place, _ in tally.first[rule])
     raise StageError(
-        f"{len(bad)} of {num_rows} {what} are unusable, more than drop_budget {budget:g} allows: "
-        f"{rule} {number} ({places}: {worst[0].detail})"
-        f"{''.join(f', {other} {count}' for other, count in others)}; "
+        f"{bad} of {num_rows} {what} are unusable, more than drop_budget {budget:g} allows: "
+        f"{rule} {number} ({places}: {tally.first[rule][0][1]})"
+        f"{''.join(f', {other} {count}' for other, count in others)}"
+        f"{' in ' + ', '.join(sources[:3]) if sources else ''}"
+        f"{', ...' if len(sources) > 3 else ''}; "
         f"see {out / NAME}, then mend the rows or raise drop_budget"
     )

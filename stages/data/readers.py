@@ -1,169 +1,198 @@
-"""Rows out of files: JSON arrays, JSON lines and JSON objects one after another."""
+"""Rows out of JSON files, one at a time: lines, arrays and objects one after another."""
 
-import gzip
+import codecs
 import json
 import re
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import islice
+from typing import Any, BinaryIO
 
 from stages.base import StageError
+from stages.data import files, lines, tables
+from stages.data.files import DataFile, Tick
+from stages.data.places import Place, Record
 from stages.data.rules import RowError
 
-KINDS = (".json", ".jsonl", ".ndjson")
-_BLANK = re.compile(r"\s*")
+HEAD = 1 << 20
+"""Bytes from which a file's layout is told."""
+
+CHUNK = 1 << 20
+LARGEST = 1 << 28
+"""Characters that one row of an array may have: what is longer is damage."""
+
+BOM = codecs.BOM_UTF8
+_BLANK = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a row stands: a line of a text file, or an element of a JSON array."""
+def read(file: DataFile, *, tick: Tick = lambda _: None) -> Iterator[Record]:
+    """Every row of ``file``, in constant memory; places carry its name. Blank lines are not rows.
 
-    file: str
-    line: int | None = None
-    """Counted from 1."""
-
-    row: int | None = None
-    """Counted from 0, as in ``rows[row]``."""
-
-    def __str__(self) -> str:
-        return f"{self.file}[{self.row}]" if self.line is None else f"{self.file}:{self.line}"
-
-
-@dataclass(frozen=True)
-class Record:
-    """One row as it stands in its file: a JSON value, or the fault that keeps it from being one."""
-
-    place: Place
-    value: Any
-    fault: RowError | None = None
-
-
-def files(folder: Path) -> list[Path]:
-    """The data files under ``folder`` in the order of their names; hidden files are no data.
-
-    Raises :class:`StageError` for an empty folder and for a kind of file that is not read here.
+    A damaged line of JSON lines or of a table is a record with a fault. A damaged array, archive
+    or binary file, or a text file that is not UTF-8 raises :class:`StageError` with the place,
+    because no row after the damage can be told.
     """
-    found = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    if not found:
-        raise StageError(f"{folder}: holds no data files; give it {', '.join(KINDS)} files")
-    for path in found:
-        if Path(path.name.removesuffix(".gz")).suffix.lower() not in KINDS:
-            raise StageError(
-                f"{path}: cannot read this kind of file; "
-                f"convert it to one of {', '.join(KINDS)} (.gz may follow)"
-            )
-    return found
+    files.require_known(file)
+    if file.kind in tables.READERS:
+        return tables.READERS[file.kind](file, tick)
+    return _read_json(file, tick)
 
 
-def read(path: Path, *, name: str) -> Iterator[Record]:
-    """Every row of ``path``; places carry ``name``. Blank lines are not rows.
+def _read_json(file: DataFile, tick: Tick) -> Iterator[Record]:
+    with files.opened(file, lambda _: None) as stream:
+        head = stream.read(HEAD + 1)
+    layout = _layout(head[:HEAD].removeprefix(BOM), whole=len(head) <= HEAD)
+    with files.opened(file, tick) as stream:
+        yield from layout(stream, file)
 
-    A damaged line of JSON lines is a record with a fault. A damaged array or a file that is not
-    text raises :class:`StageError`, because no row after the damage can be told.
+
+def _layout(head: bytes, *, whole: bool) -> Any:
+    """How the rows follow one another, told from the file's first bytes.
+
+    One whole value on the first line with more below is JSON lines. Where the first line is no
+    JSON, it is damaged JSON lines if a line near it is an object at the left margin, which
+    pretty-printed JSON never has.
     """
-    data = _bytes(path).removeprefix(b"\xef\xbb\xbf")
-    lines = data.split(b"\n")
-    if any(_is_object(line) for line in _first(lines, 10)):
-        return _read_lines(lines, name)
-    if data.lstrip()[:1] == b"[":
-        return _read_array(_decode(data, path), lines, path=path, name=name)
-    return _read_stream(_decode(data, path), path=path, name=name)
+    rows = [line for line in head.split(b"\n")[: None if whole else -1] if line.strip()]
+    if rows and _is_json(rows[0]) and (len(rows) > 1 or rows[0].lstrip()[:1] == b"{"):
+        return _read_lines
+    if head.lstrip()[:1] == b"[":
+        return _read_array
+    if any(line.startswith(b"{") and _is_json(line) for line in islice(rows, 10)):
+        return _read_lines
+    return _read_stream
 
 
-def _bytes(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
+def _is_json(line: bytes) -> bool:
     try:
-        return gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise StageError(f"{path}: damaged gzip file ({error}); fetch it again") from None
-
-
-def _decode(data: bytes, path: Path) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise StageError(
-            f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
-        ) from None
-
-
-def _first(lines: list[bytes], number: int) -> Iterator[bytes]:
-    filled = (line for line in lines if line.strip())
-    return (line for _, line in zip(range(number), filled, strict=False))
-
-
-def _is_object(line: bytes) -> bool:
-    """Whether a line at the left margin is a whole object, which pretty-printed JSON never has."""
-    if not line.startswith(b"{"):
-        return False
-    try:
-        json.loads(line)
+        lines.load(line)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _read_lines(lines: list[bytes], name: str) -> Iterator[Record]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _record(line, Place(name, line=number))
+def _read_lines(stream: BinaryIO, file: DataFile) -> Iterator[Record]:
+    for number, line in enumerate(stream, 1):
+        content = line.removeprefix(BOM) if number == 1 else line
+        if content.strip():
+            yield _record(content.rstrip(b"\r\n"), Place(file.name, line=number))
 
 
 def _record(line: bytes, place: Place) -> Record:
     try:
-        content = line.decode()
+        return Record(place, lines.load(line))
     except UnicodeDecodeError as error:
         shown = line.decode(errors="backslashreplace")
         return Record(place, shown, RowError("invalid_utf8", str(error)))
-    try:
-        return Record(place, json.loads(content))
     except (ValueError, RecursionError) as error:
-        return Record(place, content, RowError("invalid_json", str(error)))
+        return Record(place, line.decode(), RowError("invalid_json", str(error)))
 
 
-def _read_array(content: str, lines: list[bytes], *, path: Path, name: str) -> Iterator[Record]:
-    try:
-        rows = json.loads(content)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # lines that are arrays: no objects, but lines all the same
-            return _read_lines(lines, name)
-        raise _not_json(path, error) from None
-    except RecursionError:
-        raise StageError(f"{path}: nested too deeply to be rows") from None
-    return (Record(Place(name, row=row), value) for row, value in enumerate(rows))
+def _read_array(stream: BinaryIO, file: DataFile) -> Iterator[Record]:
+    text = _Text(stream, file)
+    text.expect("[")
+    row = 0
+    while not (row == 0 and text.accept("]")):
+        yield Record(Place(file.name, row=row), text.value())
+        row += 1
+        if text.accept("]"):
+            break
+        text.expect(",")
+    if not text.at_end():
+        raise text.fault("more follows the array", text.position)
 
 
-def _read_stream(content: str, *, path: Path, name: str) -> Iterator[Record]:
-    decoder = json.JSONDecoder()
-    line, counted, position = 1, 0, _skip_blank(content, 0)
-    while position < len(content):
-        line += content.count("\n", counted, position)
-        counted = position
+def _read_stream(stream: BinaryIO, file: DataFile) -> Iterator[Record]:
+    text = _Text(stream, file)
+    while not text.at_end():
+        line = text.line
+        yield Record(Place(file.name, line=line), text.value())
+
+
+class _Text:
+    """A file's text, of which a window around the reading position is held."""
+
+    def __init__(self, stream: BinaryIO, file: DataFile) -> None:
+        self.stream, self.file = stream, file
+        self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.window, self.position, self.ended = "", 0, False
+        self.line, self.column = 1, 1  # of the reading position
+        self.num_bytes_lines = 1  # the line of the next byte
+
+    def at_end(self) -> bool:
+        """Whether nothing but blanks is left."""
+        while True:
+            match = _BLANK.match(self.window, self.position)
+            self._advance(match.end() if match else self.position)
+            if self.position < len(self.window):
+                return False
+            if not self._more():
+                return True
+
+    def accept(self, mark: str) -> bool:
+        if self.at_end() or self.window[self.position] != mark:
+            return False
+        self._advance(self.position + 1)
+        return True
+
+    def expect(self, mark: str) -> None:
+        if not self.accept(mark):
+            raise self.fault(f"Expecting {mark!r}", self.position)
+
+    def value(self) -> Any:
+        """The next JSON value."""
+        self.at_end()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.window, self.position)
+            except json.JSONDecodeError as error:
+                # Where the window ends inside a value, so does the text that was decoded.
+                if not self._is_cut(error) or not self._more():
+                    raise self.fault(error.msg, error.pos) from None
+                continue
+            except RecursionError:
+                where = f"{self.file.shown}:{self.line}"
+                raise StageError(f"{where}: nested too deeply to be a row") from None
+            if end == len(self.window) and self._more():  # a number may go on
+                continue
+            self._advance(end)
+            return value
+
+    def fault(self, what: str, position: int) -> StageError:
+        self._advance(position)
+        return StageError(
+            f"{self.file.shown}:{self.line}:{self.column}: not JSON ({what}); mend the file there"
+        )
+
+    def _is_cut(self, error: json.JSONDecodeError) -> bool:
+        if len(self.window) - self.position > LARGEST:
+            return False
+        return error.msg.startswith("Unterminated") or error.pos > len(self.window) - 16
+
+    def _advance(self, position: int) -> None:
+        newlines = self.window.count("\n", self.position, position)
+        if newlines:
+            self.line += newlines
+            self.column = position - self.window.rindex("\n", self.position, position)
+        else:
+            self.column += position - self.position
+        self.position = position
+
+    def _more(self) -> bool:
+        """Read on, as much again as is held; ``False`` at the end of the file."""
+        if self.ended:
+            return False
+        held = self.window[self.position :]
+        block = self.stream.read(max(CHUNK, len(held)))
+        self.ended = not block
         try:
-            value, end = decoder.raw_decode(content, position)
-        except json.JSONDecodeError as error:
-            raise _not_json(path, error) from None
-        except RecursionError:
-            raise StageError(f"{path}:{line}: nested too deeply to be a row") from None
-        yield Record(Place(name, line=line), value)
-        position = _skip_blank(content, end)
-
-
-def _skip_blank(content: str, position: int) -> int:
-    match = _BLANK.match(content, position)
-    return match.end() if match else position
-
-
-def _not_json(path: Path, error: json.JSONDecodeError) -> StageError:
-    return StageError(
-        f"{path}:{error.lineno}:{error.colno}: not JSON ({error.msg}); mend the file there"
-    )
+            fresh = self.decoder.decode(block, final=self.ended)
+        except UnicodeDecodeError as error:
+            line = self.num_bytes_lines + error.object.count(b"\n", 0, error.start)
+            raise StageError(
+                f"{self.file.shown}:{line}: not UTF-8 (byte 0x{error.object[error.start]:02x}); "
+                "save the file as UTF-8"
+            ) from None
+        self.num_bytes_lines += block.count(b"\n")
+        self.window, self.position = held + fresh, 0
+        return bool(fresh) or not self.ended

@@ -1,232 +1,182 @@
-"""The shapes that rows come in, and the one form that comes out."""
+"""The shapes that rows come in, and how each is read into the one form that comes out."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from stages.data import columns, conversations, turns
+from stages.data.columns import Columns
+from stages.data.conversations import Canonical, Kind
 from stages.data.rules import RowError, text
-
-Turn = dict[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": text}``."""
-
-Canonical = dict[str, list[Turn]]
-"""A row as it leaves here: ``messages``, or ``prompt``, ``chosen`` and ``rejected``."""
+from stages.data.turns import Dialect, Turn
 
 Raw = Mapping[str, Any]
-Kind = Literal["conversations", "preferences"]
+Read = Callable[[Raw, Dialect], Canonical]
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
 SAMPLE = 100
+"""Rows from which a file's shape is told."""
+
+LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
-def detect(rows: Iterable[Any], kind: Kind) -> str | None:
-    """The shape that most of the objects among ``rows`` have, or ``None`` where none has any.
+@dataclass(frozen=True)
+class Shape:
+    """A form of row: the fields that it needs, and how it is read."""
 
-    Among shapes that fit one row the first of ``kind`` wins, so that a pair with surplus columns
-    is a pair; but where conversations are asked for, a ``messages`` column decides.
+    kind: Kind
+    fields: tuple[str, ...]
+    read: Read
+    named: tuple[tuple[str, ...], ...] = ()
+    """Further sets of columns that hold the fields, in their order."""
+
+    also: Callable[[Raw], bool] = lambda row: True
+    """What the cells must look like beside."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A shape, with the column that holds each of its fields."""
+
+    shape: str
+    columns: Mapping[str, str]
+    """Field to column, where the two differ."""
+
+    dialect: Dialect = turns.PLAIN
+
+    @property
+    def kind(self) -> Kind:
+        return SHAPES[self.shape].kind
+
+
+def detect(rows: Iterable[Any], *, accepted: Iterable[Kind], named: Columns | None) -> Form | None:
+    """The form that most of the objects among ``rows`` have, or ``None`` where none has any.
+
+    Among shapes that fit one row the first wins, those of an ``accepted`` kind before others; but
+    where conversations are asked for, a ``messages`` column decides.
     """
-    names = _preference_first if kind == "preferences" else _messages_first
-    votes = Counter(
-        next((name for name in names if SHAPES[name].columns <= _filled(row)), None)
-        for row in rows
-        if isinstance(row, dict)
-    )
-    del votes[None]
-    return max(votes, key=lambda name: votes[name]) if votes else None
+    wanted = tuple(accepted)
+    order = sorted(SHAPES, key=lambda name: SHAPES[name].kind not in wanted)
+    if "conversations" in wanted:  # a pair with a surplus `messages` column is a conversation
+        order = sorted(SHAPES, key=lambda name: SHAPES[name].kind == "conversations")
+        order = ["messages", *(name for name in order if name != "messages")]
+    most = _most_common(rows, order, named)
+    return Form(most[0], dict(most[1]), turns.dialect(named)) if most else None
 
 
-def canonical(row: Any, shape: str) -> Canonical:
-    """``row`` as ``{"messages": turns}`` or ``{"prompt": turns, "chosen": ..., "rejected": ...}``.
+def asked(shape: str, rows: Iterable[Any], named: Columns | None) -> Form:
+    """The form of rows whose shape was given; the columns are those that most rows have."""
+    most = _most_common(rows, [shape], named)
+    found = dict(most[1]) if most else columns.given(named)
+    return Form(shape, found, turns.dialect(named))
 
-    ``chosen`` and ``rejected`` are one assistant turn each. Raises :class:`RowError`.
-    """
+
+Fit = tuple[str, tuple[tuple[str, str], ...]]
+"""A shape with its renamed columns."""
+
+
+def _most_common(rows: Iterable[Any], order: Sequence[str], named: Columns | None) -> Fit | None:
+    found = (_fitting(row, order, named) for row in rows if isinstance(row, dict))
+    votes = Counter(fit for fit in found if fit)
+    return max(votes, key=lambda fit: votes[fit]) if votes else None
+
+
+def _fitting(row: Raw, order: Sequence[str], named: Columns | None) -> Fit | None:
+    """The first shape that ``row`` fits, with its renamed columns."""
+    own = columns.given(named)
+    for name in order:
+        shape = SHAPES[name]
+        for cells in (shape.fields, *shape.named):
+            mapping = dict(zip(shape.fields, cells, strict=True)) | own
+            renamed = {field: column for field, column in mapping.items() if field != column}
+            if all(row.get(mapping[field]) is not None for field in shape.fields):
+                plain = {**row, **{f: row.get(column) for f, column in renamed.items()}}
+                if shape.also(plain):
+                    return name, tuple(sorted(renamed.items()))
+    return None
+
+
+def canonical(row: Any, form: Form) -> Canonical:
+    """``row`` in the one form that comes out. Raises :class:`RowError`."""
     if not isinstance(row, dict):
         raise RowError("not_an_object", f"a row is an object, not {type(row).__name__}")
-    missing = SHAPES[shape].columns - _filled(row)
-    if missing:
-        raise RowError(
-            "missing_column", f"{shape} rows need the column {', '.join(sorted(missing))}"
-        )
-    if row.get("tools") not in (None, "", [], "[]"):
-        raise RowError("tool_call", "the row defines tools, which are not supported")
-    return SHAPES[shape].read(row)
+    shape = SHAPES[form.shape]
+    if form.columns:
+        row = {**row, **{field: row.get(column) for field, column in form.columns.items()}}
+    for field in shape.fields:
+        if row.get(field) is None:
+            column = form.columns.get(field, field)
+            raise RowError("missing_column", f"{form.shape} rows need the column {column}")
+    read = shape.read(row, form.dialect)
+    if row.get("tools") and (defined := turns.tools(row["tools"])):
+        read["tools"] = defined
+    return read
 
 
-def opening(row: Canonical) -> str:
-    """The first user turn of a canonical row, blanks collapsed: what decides its split.
-
-    Rows that ask the same first question share a side whatever follows it, whatever the system
-    turn says and whether they are conversations or pairs; so no held-out question was trained on.
-    """
-    turns = row.get("messages") or row["prompt"]
-    return " ".join(next(t["content"] for t in turns if t["role"] == "user").split())
-
-
-def num_chars(row: Canonical) -> int:
-    """Characters in all turns; of a pair, in the prompt and the longer answer."""
-    if "messages" in row:
-        return _length(row["messages"])
-    return _length(row["prompt"]) + max(_length(row["chosen"]), _length(row["rejected"]))
+def known(kinds: Iterable[Kind]) -> str:
+    """The shapes of ``kinds`` with their columns, for a message."""
+    return "; ".join(
+        f"{name}: {', '.join(shape.fields)}"
+        for name, shape in SHAPES.items()
+        if shape.kind in kinds
+    )
 
 
-def _length(turns: list[Turn]) -> int:
-    return sum(len(turn["content"]) for turn in turns)
+# --- conversations
 
 
-def _filled(row: Raw) -> set[str]:
-    return {column for column, value in row.items() if value is not None}
+def _system(row: Raw, dialect: Dialect) -> list[Turn]:
+    if not row.get("system"):
+        return []
+    return turns.read(row["system"], column="system", role="system", dialect=dialect)
 
 
-# --- turns
+def _turns(row: Raw, field: str, role: str, dialect: Dialect) -> list[Turn]:
+    return turns.read(row[field], column=field, role=role, dialect=dialect)
 
 
-def _turns(value: Any, *, column: str, role: str) -> list[Turn]:
-    """``value`` as turns: a text is one turn of ``role``."""
-    if isinstance(value, str):
-        return [_turn({"role": role, "content": value}, column)]
-    if isinstance(value, dict):
-        return [_turn(value, column)]
-    if not isinstance(value, list):
-        raise RowError("not_turns", f"{column} is {type(value).__name__}, not a list of turns")
-    return [_turn(turn, f"{column}[{index}]") for index, turn in enumerate(value)]
+def _whole(row: Raw, field: str, dialect: Dialect) -> list[Turn]:
+    """A whole conversation in one cell, behind the system column if there is one."""
+    return [*_system(row, dialect), *turns.read_list(row[field], column=field, dialect=dialect)]
 
 
-def _turn(turn: Any, column: str) -> Turn:
-    if not isinstance(turn, dict):
-        raise RowError("not_turns", f"{column} is {type(turn).__name__}, not a turn")
-    if turn.get("tool_calls") or turn.get("function_call"):
-        raise RowError("tool_call", f"{column} calls a tool, which is not supported")
-    for role, content in (("role", "content"), ("from", "value")):
-        if role in turn and content in turn:
-            return {
-                "role": _role(turn[role], column),
-                "content": text(turn[content], column=f"{column}.{content}"),
-            }
-    raise RowError("not_turns", f"{column} has neither role and content nor from and value")
+def _messages(row: Raw, dialect: Dialect) -> Canonical:
+    return conversations.conversation(_whole(row, "messages", dialect))
 
 
-def _role(name: Any, column: str) -> str:
-    if not isinstance(name, str) or name not in ROLES:
-        raise RowError("unknown_role", f"{column} has the role {name!r}; known: {', '.join(ROLES)}")
-    return ROLES[name]
+def _sharegpt(row: Raw, dialect: Dialect) -> Canonical:
+    return conversations.conversation(_whole(row, "conversations", dialect))
 
 
-def _system(row: Raw) -> list[Turn]:
-    return _turns(row["system"], column="system", role="system") if row.get("system") else []
+def _alpaca(row: Raw, dialect: Dialect) -> Canonical:
+    answer = _turns(row, "output", "assistant", dialect)
+    return conversations.conversation(_alpaca_prompt(row, dialect) + answer)
 
 
-def _conversation(turns: list[Turn]) -> Canonical:
-    _check(turns)
-    return {"messages": turns}
+def _prompt_completion(row: Raw, dialect: Dialect) -> Canonical:
+    return conversations.conversation(_exchange(row, dialect, "prompt", "completion"))
 
 
-def _check(turns: list[Turn]) -> None:
-    if not turns:
-        raise RowError("empty_conversation")
-    for index, turn in enumerate(turns):
-        if not turn["content"].strip():
-            raise RowError("empty_turn", f"turn {index} ({turn['role']}) is empty")
-        if turn["role"] == "system" and index:
-            raise RowError("misplaced_system", f"turn {index} is a system turn")
-    roles = [turn["role"] for turn in turns]
-    if "assistant" not in roles:
-        raise RowError("no_assistant_turn")
-    if next(role for role in roles if role != "system") == "assistant":
-        raise RowError("opens_with_assistant")
-    if roles[-1] != "assistant":
-        raise RowError("ends_with_user")
+def _question_answer(row: Raw, dialect: Dialect) -> Canonical:
+    return conversations.conversation(_exchange(row, dialect, "question", "answer"))
 
 
-def _pair(chosen: list[Turn], rejected: list[Turn]) -> Canonical:
-    """A pair out of two whole conversations that differ in their last turns."""
-    _check(chosen)
-    _check(rejected)
-    if chosen[:-1] != rejected[:-1]:
-        raise RowError("different_prompts")
-    if chosen[-2]["role"] != "user":
-        raise RowError("answer_without_question")
-    if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
-        raise RowError("chosen_equals_rejected")
-    return {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+def _exchange(row: Raw, dialect: Dialect, question: str, answer: str) -> list[Turn]:
+    said = _turns(row, question, "user", dialect) + _turns(row, answer, "assistant", dialect)
+    return _system(row, dialect) + said
 
 
-# --- one function for each shape
+def _transcript(row: Raw, dialect: Dialect) -> Canonical:
+    return conversations.conversation(
+        _system(row, dialect) + turns.transcript(row["text"], column="text")
+    )
 
 
-def _messages(row: Raw) -> Canonical:
-    return _conversation(_system(row) + _turn_list(row, "messages"))
+def _text(row: Raw, dialect: Dialect) -> Canonical:
+    return conversations.raw_text(text(row["text"], column="text"))
 
 
-def _sharegpt(row: Raw) -> Canonical:
-    return _conversation(_system(row) + _turn_list(row, "conversations"))
-
-
-def _alpaca(row: Raw) -> Canonical:
-    answer = _turns(row["output"], column="output", role="assistant")
-    return _conversation(_alpaca_prompt(row) + answer)
-
-
-def _prompt_completion(row: Raw) -> Canonical:
-    prompt = _turns(row["prompt"], column="prompt", role="user")
-    answer = _turns(row["completion"], column="completion", role="assistant")
-    return _conversation(_system(row) + prompt + answer)
-
-
-def _question_answer(row: Raw) -> Canonical:
-    question = _turns(row["question"], column="question", role="user")
-    answer = _turns(row["answer"], column="answer", role="assistant")
-    return _conversation(_system(row) + question + answer)
-
-
-def _sharegpt_preference(row: Raw) -> Canonical:
-    return _answers(row, _system(row) + _turn_list(row, "conversations"))
-
-
-def _alpaca_preference(row: Raw) -> Canonical:
-    return _answers(row, _alpaca_prompt(row))
-
-
-def _preference(row: Raw) -> Canonical:
-    """``chosen`` and ``rejected`` are answers, or whole conversations that repeat the prompt."""
-    prompt = _system(row) + _turns(row["prompt"], column="prompt", role="user")
-    chosen = _turns(row["chosen"], column="chosen", role="assistant")
-    if len(chosen) < 2 or chosen[0]["role"] == "assistant":
-        return _answers(row, prompt)
-    pair = _implicit_preference(row)
-    if prompt and prompt[-1]["content"].strip() not in {
-        turn["content"].strip() for turn in pair["prompt"]
-    }:
-        raise RowError("different_prompts", "chosen and rejected do not contain the prompt")
-    return pair
-
-
-def _implicit_preference(row: Raw) -> Canonical:
-    chosen, rejected = _turn_list(row, "chosen"), _turn_list(row, "rejected")
-    return _pair(_system(row) + chosen, _system(row) + rejected)
-
-
-def _answers(row: Raw, prompt: list[Turn]) -> Canonical:
-    chosen = _turns(row["chosen"], column="chosen", role="assistant")
-    rejected = _turns(row["rejected"], column="rejected", role="assistant")
-    return _pair(prompt + chosen, prompt + rejected)
-
-
-def _turn_list(row: Raw, column: str) -> list[Turn]:
-    if not isinstance(row[column], list):
-        raise RowError(
-            "not_turns", f"{column} is {type(row[column]).__name__}, not a list of turns"
-        )
-    return _turns(row[column], column=column, role="user")
-
-
-def _alpaca_prompt(row: Raw) -> list[Turn]:
+def _alpaca_prompt(row: Raw, dialect: Dialect) -> list[Turn]:
     question = text(row["instruction"], column="instruction")
     if row.get("input"):
         question = f"{question}\n{text(row['input'], column='input')}"
@@ -240,45 +190,140 @@ def _alpaca_prompt(row: Raw) -> list[Turn]:
         for pair in history
         for role, content in zip(("user", "assistant"), pair, strict=True)
     ]
-    return [*_system(row), *past, {"role": "user", "content": question}]
+    return [*_system(row, dialect), *past, {"role": "user", "content": question}]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A form of row: which columns it needs, and how it is read."""
-
-    kind: Kind
-    columns: frozenset[str]
-    read: Callable[[Raw], Canonical]
+# --- preferences and judged answers
 
 
-def _shape(kind: Kind, read: Callable[[Raw], Canonical], *columns: str) -> Shape:
-    return Shape(kind, frozenset(columns), read)
+def _sharegpt_preference(row: Raw, dialect: Dialect) -> Canonical:
+    return _answers(row, _whole(row, "conversations", dialect), dialect)
 
 
-SHAPES = {
-    "messages": _shape("conversations", _messages, "messages"),
-    "sharegpt": _shape("conversations", _sharegpt, "conversations"),
-    "alpaca": _shape("conversations", _alpaca, "instruction", "output"),
-    "prompt_completion": _shape("conversations", _prompt_completion, "prompt", "completion"),
-    "question_answer": _shape("conversations", _question_answer, "question", "answer"),
-    "sharegpt_preference": _shape(
-        "preferences", _sharegpt_preference, "conversations", "chosen", "rejected"
+def _alpaca_preference(row: Raw, dialect: Dialect) -> Canonical:
+    return _answers(row, _alpaca_prompt(row, dialect), dialect)
+
+
+def _preference(row: Raw, dialect: Dialect) -> Canonical:
+    """``chosen`` and ``rejected`` are answers, or whole conversations that repeat the prompt."""
+    prompt = _system(row, dialect) + _turns(row, "prompt", "user", dialect)
+    chosen = _turns(row, "chosen", "assistant", dialect)
+    if len(chosen) < 2 or chosen[0]["role"] == "assistant":
+        return _answers(row, prompt, dialect)
+    pair = _implicit_preference(row, dialect)
+    if prompt and prompt[-1]["content"].strip() not in {
+        turn["content"].strip() for turn in pair["prompt"]
+    }:
+        raise RowError("different_prompts", "chosen and rejected do not contain the prompt")
+    return pair
+
+
+def _implicit_preference(row: Raw, dialect: Dialect) -> Canonical:
+    return conversations.pair(_whole(row, "chosen", dialect), _whole(row, "rejected", dialect))
+
+
+def _transcript_preference(row: Raw, dialect: Dialect) -> Canonical:
+    sides = (text(row[field], column=field) for field in ("chosen", "rejected"))
+    return conversations.pair(
+        *(_system(row, dialect) + turns.transcript(side, column="chosen") for side in sides)
+    )
+
+
+def _answers(row: Raw, prompt: list[Turn], dialect: Dialect) -> Canonical:
+    chosen = _turns(row, "chosen", "assistant", dialect)
+    rejected = _turns(row, "rejected", "assistant", dialect)
+    return conversations.pair(prompt + chosen, prompt + rejected)
+
+
+def _unpaired(row: Raw, dialect: Dialect) -> Canonical:
+    said = _exchange(row, dialect, "prompt", "completion")
+    return conversations.judged(said, label=_label(row["label"]))
+
+
+def _unpaired_messages(row: Raw, dialect: Dialect) -> Canonical:
+    return conversations.judged(_whole(row, "messages", dialect), label=_label(row["label"]))
+
+
+def _label(value: Any) -> bool:
+    key = str(value).strip().lower()
+    if not isinstance(value, (bool, int, str)) or key not in LABELS:
+        raise RowError("not_a_label", f"label is {value!r}, neither true nor false")
+    return LABELS[key]
+
+
+def _judged(row: Raw) -> bool:
+    return isinstance(row["label"], (bool, int, str)) and str(row["label"]).lower() in LABELS
+
+
+def _speak(*fields: str) -> Callable[[Raw], bool]:
+    """Whether all ``fields`` hold transcripts."""
+    return lambda row: all(
+        isinstance(row[field], str) and turns.TRANSCRIPT.match(row[field]) for field in fields
+    )
+
+
+SHAPES: Mapping[str, Shape] = {
+    "unpaired_messages": Shape("unpaired", ("messages", "label"), _unpaired_messages, also=_judged),
+    "unpaired": Shape(
+        "unpaired",
+        ("prompt", "completion", "label"),
+        _unpaired,
+        named=(("prompt", "response", "label"), ("question", "answer", "label")),
+        also=_judged,
     ),
-    "alpaca_preference": _shape(
-        "preferences", _alpaca_preference, "instruction", "chosen", "rejected"
+    "sharegpt_preference": Shape(
+        "preferences", ("conversations", "chosen", "rejected"), _sharegpt_preference
     ),
-    "preference": _shape("preferences", _preference, "prompt", "chosen", "rejected"),
-    "implicit_preference": _shape("preferences", _implicit_preference, "chosen", "rejected"),
+    "alpaca_preference": Shape(
+        "preferences", ("instruction", "chosen", "rejected"), _alpaca_preference
+    ),
+    "preference": Shape(
+        "preferences",
+        ("prompt", "chosen", "rejected"),
+        _preference,
+        named=(("question", "chosen", "rejected"),),
+    ),
+    "transcript_preference": Shape(
+        "preferences",
+        ("chosen", "rejected"),
+        _transcript_preference,
+        also=_speak("chosen", "rejected"),
+    ),
+    "implicit_preference": Shape("preferences", ("chosen", "rejected"), _implicit_preference),
+    "messages": Shape("conversations", ("messages",), _messages),
+    "sharegpt": Shape("conversations", ("conversations",), _sharegpt),
+    "alpaca": Shape(
+        "conversations",
+        ("instruction", "output"),
+        _alpaca,
+        named=(("instruction", "response"),),
+    ),
+    "prompt_completion": Shape(
+        "conversations",
+        ("prompt", "completion"),
+        _prompt_completion,
+        named=(("prompt", "response"),),
+    ),
+    "question_answer": Shape(
+        "conversations",
+        ("question", "answer"),
+        _question_answer,
+        named=(("question", "response"), ("query", "answer"), ("query", "response")),
+    ),
+    "transcript": Shape("conversations", ("text",), _transcript, also=_speak("text")),
+    "text": Shape("conversations", ("text",), _text),
 }
 """In the order of detection: a shape stands before those whose columns it includes."""
 
 ConversationShape = Literal[
-    "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer"
+    "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "transcript", "text"
 ]
 PreferenceShape = Literal[
-    "sharegpt_preference", "alpaca_preference", "preference", "implicit_preference"
+    "sharegpt_preference",
+    "alpaca_preference",
+    "preference",
+    "transcript_preference",
+    "implicit_preference",
+    "unpaired",
+    "unpaired_messages",
 ]
-
-_preference_first = sorted(SHAPES, key=lambda name: SHAPES[name].kind != "preferences")
-_messages_first = sorted(_preference_first, key=lambda name: name != "messages")

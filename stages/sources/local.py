@@ -1,5 +1,7 @@
 """Models and data on this machine, pinned by their content."""
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,9 @@ class LocalData(Config):
     path: Path
     """The file or the folder; hidden files in it do not count."""
 
+    files: tuple[str, ...] = ()
+    """Patterns of the files of a folder that are wanted, such as ``*.jsonl``; empty, all."""
+
 
 def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
     """Copy what belongs to the model. Raises :class:`StageError` for a folder that is none.
@@ -46,11 +51,18 @@ def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
 def bring_data(source: LocalData, into: Path) -> dict[str, Any]:
     """Copy the file, or every file of the folder by its name there."""
     files = _files(source.path)
+    if source.files:
+        files = {name: file for name, file in files.items() if _is_wanted(name, source.files)}
     if not files:
-        raise StageError(f"{source.path}: the folder holds no files; give one with data in it")
+        what = f"files like {', '.join(source.files)}" if source.files else "files"
+        raise StageError(f"{source.path}: the folder holds no {what}; give one with data in it")
     for name, file in files.items():
         folders.copy(file, into / name)
     return {}
+
+
+def _is_wanted(name: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name.as_posix(), pattern) for pattern in patterns)
 
 
 def _files(path: Path) -> dict[Path, Path]:

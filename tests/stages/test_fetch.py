@@ -319,6 +319,30 @@ def test_local_data_comes_as_it_is(tmp_path: Path) -> None:
     assert [path.name for path in one.iterdir()] == ["a.json"]
 
 
+def test_patterns_choose_among_the_files_of_a_folder(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    (mine / "more").mkdir(parents=True)
+    for name in ("a.json", "b.jsonl", "more/c.jsonl"):
+        (mine / name).write_text("[]")
+    out = bring(tmp_path / "out", kind="local_data", path=mine, files=["*.jsonl"])
+    found = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
+    assert found == ["b.jsonl", "more/c.jsonl"]
+    message = refuse(tmp_path / "no", kind="local_data", path=mine, files=["*.csv"])
+    assert "no files like *.csv" in message
+
+
+def test_several_places_each_fill_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    sources = {
+        "mine": {"kind": "local_data", "path": tmp_path / "mine.jsonl"},
+        "made": {"kind": "new_task", "part": "conversations", "rows": 5},
+    }
+    out = bring(tmp_path / "out", kind="several", sources=sources)
+    found = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
+    assert len(found) == 2 and found[1] == "mine/mine.jsonl" and found[0].startswith("made/")
+    assert len((out / found[0]).read_text().splitlines()) == 5
+
+
 def test_local_data_that_is_not_there_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "mine.jsonl"
     assert f"{missing}: no such file" in refuse(tmp_path / "a", kind="local_data", path=missing)

@@ -236,8 +236,10 @@ def test_an_explicit_shape_overrides_detection(tmp_path: Path) -> None:
 
 
 def test_unknown_columns_name_the_file_and_what_is_known(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"rows\.jsonl: the columns text, meta fit no known shape"):
-        run(tmp_path, [{"text": "x", "meta": 1}])
+    with pytest.raises(
+        StageError, match=r"rows\.jsonl: the columns prose, meta fit no known shape"
+    ):
+        run(tmp_path, [{"prose": "x", "meta": 1}])
 
 
 def test_preferences_given_as_conversations_are_refused(tmp_path: Path) -> None:
@@ -293,8 +295,8 @@ def test_folders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
         ("latin1.json", b'[{"messages":\n "\xe9"}]', r"latin1\.json:2: not UTF-8 \(byte 0xe9\)"),
         ("bad.jsonl.gz", b"not gzip", r"bad\.jsonl\.gz: damaged gzip"),
         ("cut.jsonl.gz", gzip.compress(b"x" * 999)[:-9], r"cut\.jsonl\.gz: damaged gzip"),
-        ("deep.json", b"[" * 99_999, r"deep\.json: nested too deeply"),
-        ("empty.jsonl", b"", r"no usable conversations among 0 rows of empty\.jsonl"),
+        ("deep.json", b"[" * 99_999, r"deep\.json:1: nested too deeply"),
+        ("empty.jsonl", b"", r"no usable conversations among 0 rows of .*empty\.jsonl"),
         ("blank.json", b"\n  \n", "no usable conversations among 0 rows"),
         ("none.json", b"[]", "no usable conversations among 0 rows"),
     ],
@@ -317,6 +319,7 @@ def test_an_input_without_files_is_named(tmp_path: Path) -> None:
 # --- rules
 
 Q, A = user("q"), assistant("a")
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 BAD = {
     b'{"messages": [': "invalid_json",
     b'{"messages": "' + b"[" * 5 + b"\xff": "invalid_utf8",
@@ -330,10 +333,19 @@ BAD = {
     b'{"messages": [{"role": "user"}]}': "not_turns",
     b'{"messages": [{"role": "user", "content": 5}]}': "not_text",
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "not_text",
-    json.dumps({"messages": [{"role": "tool", "content": "x"}]}).encode(): "unknown_role",
+    json.dumps({"messages": [{"role": "narrator", "content": "x"}]}).encode(): "unknown_role",
     json.dumps({"messages": [{"role": ["user"], "content": "x"}]}).encode(): "unknown_role",
-    json.dumps({"messages": [Q, {**A, "tool_calls": [1]}]}).encode(): "tool_call",
-    json.dumps({"messages": [Q, A], "tools": [{"name": "f"}]}).encode(): "tool_call",
+    json.dumps({"messages": [Q, {**A, "tool_calls": [1]}]}).encode(): "bad_tool_call",
+    json.dumps({"messages": [Q, {**A, "tool_calls": "f()"}]}).encode(): "bad_tool_call",
+    json.dumps(
+        {"messages": [Q, {**A, "function_call": {"name": "f", "arguments": "{"}}]}
+    ).encode(): "bad_tool_call",
+    json.dumps({"messages": [{**Q, "tool_calls": [CALL]}, A]}).encode(): "bad_tool_call",
+    json.dumps({"messages": [Q, A], "tools": [{"parameters": {}}]}).encode(): "bad_tools",
+    json.dumps({"messages": [Q, A], "tools": "f, g"}).encode(): "bad_tools",
+    json.dumps({"messages": [Q, {"role": "tool", "content": "x"}, A]}).encode(): (
+        "misplaced_tool_result"
+    ),
     json.dumps({"messages": []}).encode(): "empty_conversation",
     json.dumps({"messages": [Q, assistant(" \n")]}).encode(): "empty_turn",
     json.dumps({"messages": [Q, system("s"), A]}).encode(): "misplaced_system",
@@ -575,7 +587,7 @@ def test_real_files(tmp_path: Path) -> None:
         source(tmp_path / name, {file: (REAL / file).read_bytes()})
     out = tmp_path / "out"
     metrics = prepare_data(
-        PrepareData(drop_budget=0),
+        PrepareData(drop_budget=0, contamination_words=None),
         Context(out),
         conversations=tmp_path / "c",
         preferences=tmp_path / "p",

@@ -300,11 +300,13 @@ def test_the_stored_types_are_int32_lists(tmp_path: Path, models: Any) -> None:
         "labels": ids,
         "prompt_ids": ids,
         "answer": Value("string"),
+        "length": Value("int32"),
     }
     assert load_from_disk(out / "preferences" / "test").features == {
         "prompt_ids": ids,
         "chosen_ids": ids,
         "rejected_ids": ids,
+        "length": Value("int32"),
     }
 
 
@@ -450,11 +452,11 @@ def test_a_tokenizer_without_a_template_names_the_model(tmp_path: Path, models: 
 
     bare = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["</s>"], bos=None))
     bare.save_pretrained(tmp_path / "bare" / "model")
-    with pytest.raises(StageError, match=r"bare.model: the tokenizer has no chat template.*jinja"):
-        run(tmp_path / "a", tmp_path / "bare", [ONE_TURN])
-    bare.chat_template = CHATML
-    bare.save_pretrained(tmp_path / "bare" / "model")
     with pytest.raises(StageError, match="names an EOS token"):
+        run(tmp_path / "a", tmp_path / "bare", [ONE_TURN])
+    bare.eos_token = "</s>"
+    bare.save_pretrained(tmp_path / "bare" / "model")
+    with pytest.raises(StageError, match=r"bare.model: the tokenizer has no chat template.*jinja"):
         run(tmp_path / "b", tmp_path / "bare", [ONE_TURN])
     (tmp_path / "none" / "model").mkdir(parents=True)
     with pytest.raises(StageError, match=r"none.model: no tokenizer can be loaded"):

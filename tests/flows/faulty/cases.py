@@ -69,6 +69,9 @@ class Running:
         """torchrun: the parent of a rank."""
         return int(Path(f"/proc/{self.rank(0)}/stat").read_text().rpartition(")")[2].split()[1])
 
+    def supervisor(self) -> int:
+        return json.loads((self.out / "handle.json").read_text())["pid"]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -185,6 +188,7 @@ CASES = (
     Case("segmentation fault on one rank", "crashed", "segfault:0:6", guilty=0),
     Case("SIGKILL of one rank", "crashed", outside=_kill(1), guilty=1),
     Case("SIGKILL of the agent", "crashed", outside=lambda r: os.kill(r.agent(), signal.SIGKILL)),
+    Case("SIGKILL of the supervisor", "lost", outside=lambda r: os.kill(r.supervisor(), 9)),
     Case("SIGKILL of the flow", "", outside=lambda r: r.flow.kill(), code=-signal.SIGKILL),
     Case("SIGSTOP of one rank", "stuck", "stop:1:6", guilty=1),
     Case("deadlock: one rank skips a collective", "stuck", "deadlock:1:6", guilty=1),

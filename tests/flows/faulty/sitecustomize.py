@@ -1,6 +1,7 @@
 """Imported by every process whose PYTHONPATH names this folder: breaks a training rank on request.
 
-``FAULT`` is ``KIND:RANK:STEP``. The product knows nothing of it: the callback that watches
+``FAULT`` is ``KIND:RANK:STEP``, or ``KIND:RANK:STEP:FILE`` to strike only once. The product knows
+nothing of it: the callback that watches
 training is wrapped from outside once it has been imported.
 """
 
@@ -8,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 
 def _break(kind: str) -> None:
@@ -34,7 +36,7 @@ def _break(kind: str) -> None:
 
 
 def _wrap() -> None:
-    kind, rank, step = os.environ["FAULT"].split(":")
+    kind, rank, step, *once = os.environ["FAULT"].split(":")
     while "stages.watch" not in sys.modules or not hasattr(sys.modules["stages.watch"], "Watch"):
         time.sleep(0.01)
     watched = sys.modules["stages.watch"].Watch
@@ -44,7 +46,9 @@ def _wrap() -> None:
 
     def on_step_end(self, args, state, control, **more):
         time.sleep(slow)
-        if mine and state.global_step == int(step):
+        if mine and state.global_step == int(step) and not any(map(os.path.exists, once)):
+            for path in once:
+                Path(path).touch()
             _break(kind)
         return step_end(self, args, state, control, **more)
 

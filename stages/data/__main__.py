@@ -1,0 +1,67 @@
+"""``python -m stages.data inspect FILE...``: what data files hold, for people."""
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stages.base import StageError
+from stages.data import inspection, page, shapes, templates
+from stages.data.columns import FIELDS, Columns
+from stages.manifest import write_atomically
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what each file holds; 0, or 1 where a file cannot be read or rows are faulty."""
+    given = _parser().parse_args(argv)
+    try:
+        template = templates.load(given.model, date=given.date) if given.model else None
+        every = []
+        for file in inspection.located(given.files):
+            found = inspection.look(
+                file,
+                limit=given.rows,
+                shape=given.shape,
+                columns=_columns(given.column),
+                template=template,
+            )
+            sys.stdout.write(page.text(found, colour=sys.stdout.isatty()))
+            every.append(found)
+        if given.html:
+            write_atomically(given.html, page.html(every))
+            sys.stdout.write(f"page: {given.html}\n")
+    except StageError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return int(any(found.tally.counts for found in every))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m stages.data", description=__doc__)
+    verbs = parser.add_subparsers(required=True, metavar="inspect")
+    inspect = verbs.add_parser("inspect", help="shape, rows, lengths, problems and samples")
+    inspect.add_argument("files", nargs="+", type=Path, help="data files, or folders of them")
+    inspect.add_argument("--model", type=Path, help="model folder: renders and counts tokens")
+    inspect.add_argument("--shape", choices=list(shapes.SHAPES), help="instead of detecting it")
+    inspect.add_argument(
+        "--column", action="append", default=[], metavar="FIELD=NAME", help="a column's own name"
+    )
+    inspect.add_argument("--date", type=datetime.date.fromisoformat, help="for the template")
+    inspect.add_argument("--rows", type=int, default=50_000, help="at most so many of each file")
+    inspect.add_argument("--html", type=Path, help="write the same as a page")
+    return parser
+
+
+def _columns(words: Sequence[str]) -> Columns | None:
+    pairs: dict[str, str] = {}
+    for word in words:
+        field, _, column = word.partition("=")
+        if field not in FIELDS or not column:
+            raise StageError(f"--column {word}: write FIELD=NAME, with one of {', '.join(FIELDS)}")
+        pairs[field] = column
+    return Columns.model_validate(pairs) if pairs else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""The planner's bytes against bytes that were measured: fake tensors, real ranks, public runs."""
+
+import csv
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources
+from backends.planner.memory import memory
+from backends.planner.model import find_model, read_config
+from backends.planner.work import Method, Setup, Work
+from tests.small import ROOT, Run, run_jobs
+
+MEASURED = ROOT.parent / "shared" / "knowledge" / "memory"
+ROWS, SEQUENCE = 4, 512
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 6000,
+    "max_position_embeddings": SEQUENCE,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SHAPE},
+    "qwen": {"model_type": "qwen3", "head_dim": 32, **SHAPE},
+    "mistral": {"model_type": "mistral", "sliding_window": None, **SHAPE},
+    "mixture": {"model_type": "qwen3_moe", "head_dim": 32, **EXPERTS, **SHAPE},
+    "tied": {"model_type": "llama", **SHAPE, "tie_word_embeddings": True},
+}
+
+
+def causal(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **_: Any
+) -> tuple[Any, None]:
+    """What flash attention does on a GPU: grouped heads, no mask tensor."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    grouped = query.shape[1] != key.shape[1]
+    out = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def build(config: dict[str, Any], *, lora: bool, precision: str) -> Any:
+    import torch
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register("causal", causal)
+    fields = dict(config)
+    shape = AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False)
+    dtype = torch.float32 if precision == "fp32-master" else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="causal", dtype=dtype)
+    if "num_experts" in config:
+        model.set_experts_implementation("grouped_mm")
+    if not lora:
+        return model.train()
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, adapters).train()
+
+
+def make_fake(model: Any, mode: Any) -> None:
+    from torch import nn
+
+    made: dict[Any, Any] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                fake = nn.Parameter(mode.from_tensor(parameter.detach()))
+                module._parameters[name] = made.setdefault(parameter, fake)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = mode.from_tensor(buffer)
+
+
+def tracker() -> Any:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        """Takes frozen weights, which have no gradient to hook on to."""
+
+        def _track_module_params_and_buffers(
+            self, module: Any, install_grad_hooks: bool = True
+        ) -> Any:
+            return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+
+    return Tracker()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def peak_of_a_step(config: dict[str, Any], *, lora: bool, precision: str, recompute: bool) -> int:
+    """Bytes at the peak of the second step: forward, backward, AdamW."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = build(config, lora=lora, precision=precision)
+    mode = nullcontext() if lora else FakeTensorMode(allow_non_fake_inputs=True)
+    if not lora:
+        make_fake(model, mode)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    autocast = lora or precision == "fp32-master"
+    with mode:
+        optimizer = torch.optim.AdamW(trained, foreach=True)
+        tracked = tracker()
+        tracked.track_external(model, optimizer)
+        with tracked, quiet():
+            for _ in range(2):
+                tracked.reset_mod_stats()
+                ids = torch.randint(0, config["vocab_size"], (ROWS, SEQUENCE))
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+        return tracked.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "precision", "recompute"),
+    [
+        *((name, False, "bf16", True) for name in CONFIGS),
+        *((name, True, "bf16", True) for name in CONFIGS),
+        ("llama", False, "bf16", False),
+        ("llama", True, "bf16", False),
+        ("mixture", False, "bf16", False),
+        ("llama", False, "fp32-master", True),
+        ("llama", False, "fp32-master", False),
+    ],
+)
+def test_planned_peak_is_within_two_percent_of_a_real_training_step(
+    name: str, lora: bool, precision: Any, recompute: bool
+) -> None:
+    measured = peak_of_a_step(CONFIGS[name], lora=lora, precision=precision, recompute=recompute)
+    work = Work(
+        method="lora" if lora else "full",
+        precision=precision,
+        loss="hf",
+        seq_length=SEQUENCE,
+        global_batch=ROWS,
+        lora_dropout=0.0,
+    )
+    resources = Resources(micro_batch_size=ROWS, gradient_checkpointing=recompute)
+    model = read_config(CONFIGS[name], name=name)
+    planned = memory(model, work, Setup(Local(), resources)).total
+    assert planned == pytest.approx(measured, rel=0.02)
+
+
+TWO = Resources(ranks_per_node=2)
+BACKENDS: dict[str, NamedBackend] = {
+    "ddp": DDP(),
+    "fsdp": FSDP(),
+    "zero1": DeepSpeed(zero_stage=1),
+    "zero2": DeepSpeed(zero_stage=2),
+    "zero3": DeepSpeed(zero_stage=3),
+}
+
+
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name in ("ddp", "zero1", "zero2") else ())
+    for name in BACKENDS
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_real_ranks_hold_what_was_planned(name: str, small: Path, tmp_path: Path) -> None:
+    """Weights and optimizer state of each rank, with ZeRO's float32 copies, after real steps."""
+    methods: tuple[Method, ...] = ("full", "lora")
+    runs = [
+        Run(
+            out=tmp_path / method,
+            stage="sft",
+            config={"global_batch_size": 8, "max_steps": 2, "method": {"kind": method}},
+            inputs={"model": small / "untied", "data": small / "data"},
+            backend=BACKENDS[name],
+            resources=TWO,
+        )
+        for method in methods
+    ]
+    run_jobs(runs)
+    model = find_model(str(small / "untied" / "model"))
+    for method, run in zip(methods, runs, strict=True):
+        work = Work(method=method, precision="fp32", seq_length=128, global_batch=8)
+        resources = Resources(ranks_per_node=2, micro_batch_size=4)
+        planned = memory(model, work, Setup(BACKENDS[name], resources))
+        for rank in run.ranks:
+            assert planned.weights == pytest.approx(rank["parameter_bytes"], rel=0.02)
+            assert planned.optimizer == pytest.approx(rank["optimizer_bytes"], rel=0.02)
+
+
+def exact_rows() -> list[dict[str, str]]:
+    path = MEASURED / "exact_llama3_8b.csv"
+    if not path.exists():
+        pytest.skip("the measured rows are not beside this project")
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def planned_row(row: dict[str, str]) -> int:
+    """Of a public run: packed rows of 4096 tokens, adapters of rank 16 in the attention."""
+    ranks, micro_batch = int(row["gpus"]), int(row["batch_per_gpu"])
+    method: Any = row["method"]
+    work = Work(
+        method=method,
+        precision="fp32-master" if row["backend"] == "fsdp32" else "bf16",
+        loss="fused" if row["loss"] == "foak" else "chunked",
+        lora_targets="attention",
+        fused_kernels=method == "qlora",
+        fsdp_version=1,
+        global_batch=ranks * micro_batch,
+    )
+    resources = Resources(
+        ranks_per_node=ranks,
+        device="cuda",
+        micro_batch_size=micro_batch,
+        gradient_checkpointing=True,
+    )
+    backend = Local() if row["backend"] == "single" else FSDP()
+    return memory(find_model(row["model"]), work, Setup(backend, resources)).total
+
+
+def test_published_exact_peaks() -> None:
+    errors = [abs(planned_row(row) / int(row["peak_bytes"]) - 1) for row in exact_rows()]
+    assert median(errors) <= 0.005
+    assert max(errors) <= 0.02
