@@ -238,5 +238,5 @@ def _is_not_prefect(record: logging.LogRecord) -> bool:
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "stopped by Ctrl-C"
+        return str(error) or "stopped by Ctrl-C"
     return next(iter(str(error).splitlines()), "") or type(error).__name__
