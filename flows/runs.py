@@ -71,7 +71,7 @@ def _way_lines(planned: Plan, way: Way) -> list[str]:
     ranks = f"{step.resources.world_size} on {step.resources.device}"
     if step.resources.nodes > 1:
         ranks += f" ({step.resources.nodes} nodes x {step.resources.ranks_per_node})"
-    lines = [f"  backend: {step.backend.kind}, ranks: {ranks}"]
+    lines = [f"  backend: {step.backend.kind} ({way.backend}), ranks: {ranks}"]
     if way.why:
         lines.append(f"  because: {way.why}")
     if way.micro_batch_size is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from backends import Auto, Launch, split_batch
 from backends.planner.memory import Memory
-from backends.planner.ranking import Option
+from backends.planner.ranking import Option, describe
 from flows import planning
 from flows.steps import Lineage, Step
 
@@ -32,14 +32,16 @@ class Way:
         return self.rung.why if self.rung else ""
 
     @property
+    def backend(self) -> str:
+        """``FSDP grad-op``, ``ZeRO-3, optimizer on cpu``."""
+        assert not isinstance(self.step.backend, Auto)
+        return describe(self.step.backend)
+
+    @property
     def text(self) -> str:
-        """``fsdp (sharding grad_op) x2, 4 rows x 2, recomputing``."""
+        """``FSDP grad-op x2, 4 rows x 2, recomputing``."""
         resources = self.step.resources
-        options = self.step.backend.model_dump(exclude={"kind"}, exclude_defaults=True)
-        named = ", ".join(f"{name} {value}" for name, value in options.items())
-        parts = [
-            f"{self.step.backend.kind}{f' ({named})' if named else ''} x{resources.world_size}"
-        ]
+        parts = [f"{self.backend} x{resources.world_size}"]
         if self.micro_batch_size is not None:
             parts.append(f"{self.micro_batch_size} rows x {self.accumulation_steps}")
         if resources.gradient_checkpointing:

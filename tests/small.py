@@ -143,7 +143,9 @@ def run_jobs(runs: Sequence[Run]) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    logs = [log for run in runs for log in sorted((run.out / "logs").glob("*.log"))]
+    said = "".join(log.read_text()[-6000:] for log in logs)
+    assert done.returncode == 0, said + done.stdout[-2000:] + done.stderr[-6000:]
 
 
 def python(*argv: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
