@@ -36,7 +36,7 @@ def remaining(out: Path, ways: Sequence[Way], checkpoint: Path | None) -> tuple[
 
 def continues(way: Way, checkpoint: Path) -> bool:
     """Whether ``way`` can load the optimizer state of ``checkpoint``."""
-    return resume.facts(checkpoint) == dict(way.launch.promise)
+    return resume.obstacle(checkpoint, way.launch.promise) is None
 
 
 def move(out: Path, failed: Way, following: Way, failure: Failure) -> str:

@@ -97,13 +97,8 @@ class Plan:
 
     def _other_shape(self, way: Way) -> str | None:
         newest = self.checkpoint
-        if newest is None or moves.continues(way, newest):
-            return None
-        return (
-            f"{newest} was written under {_shape(resume.facts(newest))} and this run asks for "
-            f"{_shape(way.launch.promise)}, whose optimizer state has another shape; go back to "
-            f"the former, or remove {self.out} to start again"
-        )
+        refused = newest and resume.obstacle(newest, way.launch.promise)
+        return f"{refused}; or remove {self.out} to start again" if refused else None
 
 
 def plan(
@@ -208,10 +203,6 @@ def _make_ready(planned: Plan) -> bool:
     return True
 
 
-def _shape(promise: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in sorted(promise.items()))
-
-
 def _execute(planned: Plan, *, lock: int, say: Say) -> tuple[Way, float]:
     """Run the first way that memory suffices for; it, and the seconds that all of them took."""
     started, retries = time.monotonic(), planned.step.retries
@@ -300,7 +291,12 @@ def job(planned: Plan, way: Way) -> Job:
             "per_device_train_batch_size": way.micro_batch_size,
             "gradient_accumulation_steps": way.accumulation_steps,
             "save_steps": way.step.save_every,
-            "save_total_limit": way.step.keep_checkpoints,
+            "save_total_limit": None,
+            "keep": {
+                "keep_last": way.step.keep_checkpoints,
+                "metric": way.step.best_by,
+                "larger": way.step.best_is_larger,
+            },
         }
     return Job(
         stage=planned.stage.name,

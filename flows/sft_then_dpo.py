@@ -64,13 +64,17 @@ def sft_then_dpo(config: SFTThenDPO, run: Runner) -> list[Artifact]:
     base = run("evaluate", config.evaluate, label="evaluate base", model=model, data=data)
 
     trained = run("sft", config.sft, label="sft", model=model, data=data)
-    tuned = run("convert", config.convert, label="convert sft", trained=trained, base=model)
+    tuned = run(
+        "convert", config.convert, label="convert sft", trained=trained, base=model, data=data
+    )
     tuned_scores = run(
         "evaluate", config.evaluate, label="evaluate sft", model=tuned, data=data, baseline=base
     )
 
     preferred = run("dpo", config.dpo, label="dpo", policy=tuned, data=data)
-    aligned = run("convert", config.convert, label="convert dpo", trained=preferred, base=tuned)
+    aligned = run(
+        "convert", config.convert, label="convert dpo", trained=preferred, base=tuned, data=data
+    )
     aligned_scores = run(
         "evaluate",
         with_beta(config.evaluate, config.dpo.config.beta),

@@ -39,6 +39,12 @@ class Step(Config, Generic[C]):
     keep_checkpoints: PositiveInt = Field(default=2, ge=2)
     """Newest checkpoints kept; at least two, so that one is whole while another is written."""
 
+    best_by: str | None = None
+    """Metric, such as ``loss``, by which the best checkpoint is kept too, however old it is."""
+
+    best_is_larger: bool = False
+    """More of ``best_by`` is better."""
+
 
 @dataclass(frozen=True)
 class Lineage:

@@ -18,7 +18,7 @@ STAGES = {
         Stage(tokenize_data, version=2),
         Stage(sft, version=2, beats=True),
         Stage(dpo, beats=True),
-        Stage(convert),
+        Stage(convert, version=2),
         Stage(evaluate, beats=True),
         Stage(longest_rows),
     )

@@ -2,26 +2,31 @@
 
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from configs import Config
 from stages import manifest
 from stages.base import Context, Metrics, StageError
-from stages.checkpoint import companions, export
-from stages.checkpoint.adapter import Adapter, faults, peft_weights, read_adapter
+from stages.checkpoint import companions, export, fresh, other_forms, parity
+from stages.checkpoint.adapter import Adapter, faults, read_adapter
 from stages.checkpoint.architecture import Architecture, architecture
+from stages.checkpoint.conversation import template
 from stages.checkpoint.facts import describe, quantization
 from stages.checkpoint.faults import validate
 from stages.checkpoint.json_files import read_json_if_there
 from stages.checkpoint.layouts import is_adapter, layout
-from stages.checkpoint.merge import merge
+from stages.checkpoint.lineage import check_base
+from stages.checkpoint.merge import Arithmetic, difference, merge
+from stages.checkpoint.parity import Start
 from stages.checkpoint.readers import open_weights
 from stages.checkpoint.ties import settle
+from stages.checkpoint.trained import Training, write_adapter
 from stages.checkpoint.weights import Weights
 
 
@@ -38,49 +43,109 @@ class Convert(Config):
     keep_adapter: bool = False
     """Leave the adapter beside the merged model too, in ``OUT/adapter``, as PEFT loads it."""
 
+    also: tuple[other_forms.Form, ...] = ()
+    """Further forms of the model: ``gguf_f16`` and ``gguf_q8_0`` as ``OUT/gguf/*.gguf`` for
+    llama.cpp (needs the package gguf), ``nf4`` as ``OUT/nf4``, in bitsandbytes' 4 bits."""
 
-def convert(config: Convert, ctx: Context, *, trained: Path, base: Path) -> Metrics:
+    merge_arithmetic: Arithmetic = "float32"
+    """``float32`` rounds a merged weight once. ``peft`` gives the bits of ``merge_and_unload``."""
+
+    merge_into: Literal["measured", "original", "dequantised"] = "measured"
+    """What an adapter that was trained on a 4-bit base is merged into: the original weights, or
+    those weights as the 4 bits held them. ``measured`` tries both on the probes."""
+
+    parity_probes: NonNegativeInt = 4
+    """Fixed probes of 32 tokens on which the export is compared with the model as it was trained,
+    and as many held-out preference pairs if there are any. 0 leaves the comparison out, which
+    holds the whole model in float32 twice."""
+
+    parity_tolerance: PositiveFloat | None = None
+    """Largest root mean square difference of log-probabilities, in units of their standard
+    deviation; unset is 0.001, 0.01 and 0.05 for float32, float16 and bfloat16."""
+
+
+def convert(
+    config: Convert, ctx: Context, *, trained: Path, base: Path, data: Path | None = None
+) -> Metrics:
     """Turn ``TRAINED/model``, in any layout, into ``OUT/model``, which ``from_pretrained`` loads.
 
-    ``BASE/model`` is what the training started from: an adapter is merged into its weights, tensor
-    by tensor, and it gives the tokenizer, template and generation config that training did not
-    leave. The result is written aside, validated, and renamed. Raises ``StageError`` with a line
-    for each fault when the inputs do not fit together or the result is not a sound checkpoint.
+    ``BASE/model`` is what the training started from: an adapter is merged into its weights, some
+    rows at a time, and it gives the tokenizer, template and generation config that training did
+    not leave. The result is written aside, validated, loaded in a fresh process, compared there
+    with the model as it was trained (on the held-out preference pairs of ``data`` too), and
+    renamed. Raises ``StageError`` with a line for each fault when the inputs do not fit together,
+    the result is not a sound checkpoint, or it does not answer like the trained model.
     """
     _check_alone()
     _check_lineage(trained, base)
+    return export_model(config, ctx.out, source=_model(trained), origin=_model(base), data=data)
+
+
+def export_model(
+    config: Convert, out: Path, *, source: Path, origin: Path, data: Path | None = None
+) -> Metrics:
+    """:func:`convert` for bare checkpoint folders."""
     started = time.monotonic()
-    source, origin = _model(trained), _model(base)
-    partial = _fresh(ctx.out)
-    adapter = _adapter(source) if _is_adapted(source) else None
-    untied = _write(config, partial, source=source, origin=origin, adapter=adapter)
-    if lines := validate(partial, config.export_dtype):
-        raise StageError(_listed(f"{partial}: faults in the export", lines))
+    partial = _fresh(out)
+    fresh.start()
+    adapter = _adapter(source, origin) if _is_adapted(source) else None
+    training = Training(source, origin, adapter)
+    figures = _write(config, partial, training)
+    figures |= _check(config, partial, training, data=data)
+    for form in config.also:
+        other_forms.write(form, partial, out)
     if adapter and config.keep_adapter:
-        _keep(adapter, source, ctx.out)
-    _publish(partial, ctx.out / "model")
+        _keep(adapter, source, out)
+    _publish(partial, out / "model")
     return {
         "seconds": time.monotonic() - started,
-        "untied": untied,
-        **_figures(ctx.out / "model", source, origin, adapter),
+        **figures,
+        **_figures(out / "model", source, origin, adapter),
     }
 
 
-def _write(
-    config: Convert, partial: Path, *, source: Path, origin: Path, adapter: Adapter | None
-) -> bool:
-    """Fill ``partial``; whether ends that the base's config ties had to be untied."""
-    dtype = config.export_dtype
+def _write(config: Convert, partial: Path, training: Training) -> dict[str, Any]:
+    """Fill ``partial``; what was decided on the way."""
+    source, origin, dtype = training.source, training.origin, config.export_dtype
     settings = companions.model_config(source, origin)
     companions.write_config(partial, settings, dtype=dtype)
     plan = architecture(partial)
-    whole = _merged(origin, adapter, plan) if adapter else _whole(source, settings)
+    figures: dict[str, Any] = {}
+    if training.adapter:
+        whole, figures = _merged(config, training, plan)
+    else:
+        whole = _whole(source, settings)
     weights, tied = settle(whole.without(plan.unread(whole.specs)), plan.aliases)
     companions.write_config(partial, settings, dtype=dtype, tied=tied)
     companions.copy_tokenizer(partial, source, origin)
     companions.write_generation_config(partial, source, origin)
     export.write(weights, partial, dtype=dtype, max_shard_size=config.max_shard_size)
-    return bool(plan.aliases) and not tied
+    return {"untied": bool(plan.aliases) and not tied, **figures}
+
+
+def _check(
+    config: Convert, partial: Path, training: Training, *, data: Path | None
+) -> dict[str, Any]:
+    """Raise ``StageError`` unless the export is sound and answers as the trained model does."""
+    dtype = config.export_dtype
+    chat = bool(template(training.source) or template(training.origin))
+    with tempfile.TemporaryDirectory() as folder:
+        exam = parity.prepare(partial, num=config.parity_probes, data=data, folder=Path(folder))
+        lines = validate(
+            partial,
+            dtype,
+            chat=chat,
+            load=lambda path: fresh.load(path, probes=exam.probes, out=exam.out),
+        )
+        if lines:
+            raise StageError(_listed(f"{partial}: faults in the export", lines))
+        if not exam.probes:
+            return {}
+        figures = parity.measure(exam, training)
+    tolerance = config.parity_tolerance or parity.TOLERANCES[dtype]
+    if lines := parity.faults(figures, tolerance=tolerance, dtype=dtype):
+        raise StageError(_listed(f"{partial}: the export is not the trained model", lines))
+    return {"parity": {**figures, "tolerance": tolerance}}
 
 
 def _check_alone() -> None:
@@ -113,8 +178,9 @@ def _model(output: Path) -> Path:
 def _fresh(out: Path) -> Path:
     """An empty ``OUT/model.partial``; what an interrupted conversion left is begun anew."""
     partial = out / "model.partial"
-    for old in (partial, out / "model", out / "adapter.partial", out / "adapter"):
-        shutil.rmtree(old, ignore_errors=True)
+    for name in ("model", "adapter", *other_forms.FOLDERS):
+        for old in (out / name, out / f"{name}.partial"):
+            shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
@@ -132,31 +198,64 @@ def _is_adapted(source: Path) -> bool:
     return is_adapter(source) or layout(source) == "adapter"
 
 
-def _adapter(source: Path) -> Adapter:
+def _adapter(source: Path, origin: Path) -> Adapter:
     adapter = read_adapter(source)
     if lines := faults(adapter):
         raise StageError(_listed(f"{source}: faults in the adapter", lines))
+    check_base(source, origin)
     return adapter
 
 
-def _merged(origin: Path, adapter: Adapter, plan: Architecture) -> Weights:
+def _merged(
+    config: Convert, training: Training, plan: Architecture
+) -> tuple[Weights, dict[str, Any]]:
+    """The merged weights, and how they were merged."""
+    adapter, origin = training.adapter, training.origin
+    assert adapter
     facts = describe(origin)
     if facts["adapter"] or facts["quantization"]:
         kind = "an adapter itself" if facts["adapter"] else f"held in {facts['quantization']}"
         raise StageError(f"{origin}: is {kind}; an adapter is merged into plain, whole weights")
-    return merge(open_weights(origin), adapter, aliases=plan.aliases)
+    arithmetic, dtype = config.merge_arithmetic, config.export_dtype
+
+    def merged(start: Weights) -> Weights:
+        return merge(start, adapter, aliases=plan.aliases, arithmetic=arithmetic)
+
+    starts = _starts(config, training)
+    kind: Start = "dequantised" if "dequantised" in starts else "original"
+    errors: Mapping[Start, float] = {}
+    if len(starts) > 1:
+        candidates: dict[Start, Weights] = {n: merged(start) for n, start in starts.items()}
+        kind, errors = parity.nearest(training, candidates, dtype=dtype, num=config.parity_probes)
+    result = merged(starts[kind])
+    apart = difference(starts[kind], adapter, aliases=plan.aliases, dtype=dtype)
+    figures = {"merged_weights": kind, "peft_difference": apart}
+    return result, figures | ({"merge_errors": dict(errors)} if errors else {})
 
 
-def _listed(what: str, lines: tuple[str, ...]) -> str:
+def _starts(config: Convert, training: Training) -> Mapping[Start, Weights]:
+    """The weights that the adapter may be merged into; several are to be measured."""
+    original = open_weights(training.origin)
+    if not training.quantization:
+        return {"original": original}
+    starts: dict[Start, Weights] = {
+        "original": original,
+        "dequantised": parity.dequantised_base(training),
+    }
+    if config.merge_into == "measured" and config.parity_probes:
+        return starts
+    kind: Start = "original" if config.merge_into == "original" else "dequantised"
+    return {kind: starts[kind]}
+
+
+def _listed(what: str, lines: Sequence[str]) -> str:
     return "\n".join((f"{what} ({len(lines)}):", *lines)) if lines[1:] else f"{what}: {lines[0]}"
 
 
 def _keep(adapter: Adapter, source: Path, out: Path) -> None:
     partial = out / "adapter.partial"
     partial.mkdir()
-    weights = peft_weights(adapter)
-    export.write_file(partial / "adapter_model.safetensors", weights, weights.specs)
-    shutil.copyfile(source / "adapter_config.json", partial / "adapter_config.json")
+    write_adapter(adapter, source, partial)
     _publish(partial, out / "adapter")
 
 

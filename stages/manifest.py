@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,11 @@ def digest(path: Path) -> str:
         facts = path.stat()
         return _file_digest(path.resolve(), facts.st_size, facts.st_mtime_ns)
     whole = hashlib.sha256()
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        name = file.relative_to(path)
-        if not any(part.startswith(".") for part in name.parts):
-            whole.update(f"{name}\0{digest(file)}\n".encode())
+    found = {file.relative_to(path): file for file in path.rglob("*") if file.is_file()}
+    names = sorted(n for n in found if not any(part.startswith(".") for part in n.parts))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing lets other threads run
+        for name, hashed in zip(names, threads.map(digest, map(found.get, names)), strict=True):
+            whole.update(f"{name}\0{hashed}\n".encode())
     return whole.hexdigest()
 
 

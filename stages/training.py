@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from configs import Config
 from stages import resume
 from stages.base import Context, Metrics, StageError
+from stages.checkpoint.lineage import note_base
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -146,7 +147,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
     """A TRL trainer's arguments, from ``config`` and from what the backend adds."""
-    ours = {"fsdp_plugin", "whole_embedding"}
+    ours = {"fsdp_plugin", "whole_embedding", "keep"}
     backend = {key: value for key, value in ctx.trainer_args.items() if key not in ours}
     return {
         "output_dir": str(ctx.out / resume.FOLDER),
@@ -281,6 +282,7 @@ def train(trainer: Trainer, ctx: Context) -> Metrics:
     Leaves ``OUT/model`` (what the trainer saved), ``OUT/metrics.jsonl`` and ``OUT/ranks/``.
     Raises ``StageError`` when no step was done, ``NonFiniteError`` when a value was not finite.
     """
+    refuse_one_tied_end(trainer.model)
     checkpoint = resume.newest(ctx.out)
     started = time.time()
     if ctx.trainer_args.get("whole_embedding"):
@@ -299,6 +301,19 @@ def train(trainer: Trainer, ctx: Context) -> Metrics:
         "first_loss": last[0]["loss"],
         "final_loss": last[-1]["loss"],
     }
+
+
+def refuse_one_tied_end(model: Any) -> None:
+    """Raise ``StageError`` when an adapter would drive the two ends of a tie apart."""
+    if not hasattr(model, "peft_config") or not model.config.tie_word_embeddings:
+        return
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    adapted = [n for n, e in ends.items() if hasattr(e, "lora_A") or hasattr(e, "modules_to_save")]
+    if len(adapted) == 1:
+        raise StageError(
+            f"the {adapted[0]} is one end of a tie and the other end has no adapter: the two would "
+            "be trained apart; leave it out of method.targets, or untie the model first"
+        )
 
 
 def _save(trainer: Trainer, ctx: Context) -> None:
@@ -333,6 +348,7 @@ def _complete(trainer: Trainer, folder: Path) -> None:
     if adapters := getattr(model, "peft_config", None):
         if not (folder / "adapter_config.json").exists():
             adapters["default"].save_pretrained(folder)
+        note_base(folder)
         model = model.get_base_model()
     if not (folder / "config.json").exists():
         model.config.save_pretrained(folder)

@@ -107,6 +107,8 @@ class Watch(TrainerCallback):
         if self.rank == 0:
             folder = self.ctx.out / resume.FOLDER / f"checkpoint-{state.global_step}"
             resume.mark_complete(folder, self.ctx.promise)
+            if keep := self.ctx.trainer_args.get("keep"):
+                resume.rotate(self.ctx.out, **keep)
         self.trainer.accelerator.wait_for_everyone()
         self._beat("step", state)
         if self.leaving:

@@ -11,7 +11,7 @@ from stages.base import StageError
 from stages.checkpoint.json_files import read_json
 from stages.checkpoint.names import LowRank, Meaning, Plain, Saved, Unknown, meaning
 from stages.checkpoint.readers import open_weights
-from stages.checkpoint.weights import Weights
+from stages.checkpoint.weights import Weights, num_not_finite
 
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Those that leave the base weights alone. PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ do not."""
@@ -195,15 +195,13 @@ def _by_pattern(patterns: Mapping[str, float], module: str, otherwise: float) ->
 
 def faults(adapter: Adapter) -> tuple[str, ...]:
     """What is wrong with the adapter's own tensors, one line each."""
-    import torch
-
     lines = []
     trained = {n for update in adapter.updates.values() for n in _tensors(update)}
     for name in sorted(trained | set(adapter.replaced.values())):
         spec = adapter.weights.specs[name]
         if not spec.numel:
             lines.append(f"{name}: empty, of shape {spec.shape}; the shards were not gathered")
-        elif not torch.isfinite(adapter.weights.read(name)).all():
+        elif num_not_finite(adapter.weights, name):
             lines.append(f"{name}: holds values that are not finite")
     for parameter, update in adapter.updates.items():
         if update.a and update.b:

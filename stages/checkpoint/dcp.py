@@ -3,10 +3,13 @@
 import pickle
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.base import StageError
+from stages.checkpoint.pickles import Stored, read_pickle
+from stages.checkpoint.runs import Run, read_runs
 from stages.checkpoint.weights import Spec, Weights
 
 if TYPE_CHECKING:
@@ -36,17 +39,55 @@ _GLOBALS = {
 
 
 def read_dcp(path: Path) -> Weights:
-    """The model in ``path/pytorch_model_fsdp_0``, each tensor put together when it is read.
+    """The model in ``path/pytorch_model_fsdp_0``, whose shards are read where they lie.
 
-    No process group is needed, and nothing is written: a read takes the memory of one tensor and
-    its shards. Raises :class:`StageError` for a save that was cut off.
+    No process group is needed, and nothing is written: a read takes the memory of its rows, or of
+    one tensor if that is cut along other dimensions than the first. Raises :class:`StageError` for
+    a save that was cut off.
     """
     folder = path / FOLDER
     metadata = read_metadata(folder)
     keys = _model_keys(folder, metadata)
     specs = {name: _spec(metadata.state_dict_metadata[key]) for name, key in keys.items()}
     reader = _reader(folder, metadata)
-    return Weights(specs, lambda name: _read(folder, reader, keys[name], specs[name]))
+
+    @cache
+    def runs(name: str) -> tuple[Run, ...] | None:
+        return _runs(folder, metadata, keys[name], specs[name])
+
+    def rows(name: str, first: int, last: int) -> "Tensor":
+        spec, found = specs[name], runs(name)
+        if found is None:
+            return _read(folder, reader, keys[name], spec).reshape(-1, *spec.row_shape)[first:last]
+        flat = read_runs(found, spec.dtype, first * spec.row_numel, last * spec.row_numel)
+        return flat.reshape(last - first, *spec.row_shape)
+
+    return Weights(specs, rows)
+
+
+def _runs(folder: Path, metadata: "Metadata", key: str, spec: Spec) -> tuple[Run, ...] | None:
+    """Where the rows of a tensor lie, if its chunks are whole rows, as FSDP cuts them."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+    kept = metadata.state_dict_metadata[key]
+    assert isinstance(kept, TensorStorageMetadata)
+    runs, row = [], 0
+    for chunk in sorted(kept.chunks, key=lambda chunk: tuple(chunk.offsets)):
+        place = (metadata.storage_data or {}).get(MetadataIndex(key, chunk.offsets))
+        whole_rows = tuple(chunk.sizes[1:]) == spec.row_shape
+        follows = not spec.shape or chunk.offsets[0] == row
+        if place is None or not whole_rows or not follows or _transformed(place):
+            return None
+        stored = read_pickle(folder / place.relative_path, place.offset, place.length)
+        if not isinstance(stored, Stored) or stored.shape != tuple(chunk.sizes):
+            return None
+        runs.append(stored.run)
+        row += chunk.sizes[0] if spec.shape else 1
+    return tuple(runs) if row == spec.num_rows else None
+
+
+def _transformed(place: Any) -> bool:
+    return bool(getattr(place, "transform_descriptors", None))
 
 
 def read_metadata(folder: Path) -> "Metadata":

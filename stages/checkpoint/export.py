@@ -1,22 +1,26 @@
-"""Writes weights as safetensors in one data type, sharded, one tensor in memory at a time."""
+"""Writes weights as safetensors in one data type, sharded, some rows in memory at a time."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.checkpoint.headers import INDEX, SAFETENSORS_NAMES
-from stages.checkpoint.weights import Spec, Weights
+from stages.checkpoint.runs import size
+from stages.checkpoint.weights import Spec, Weights, ahead
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+SYNC = 1 << 27
+"""Bytes after which the disk is told to begin."""
+
 SIZE = re.compile(r"(\d+)(KB|MB|GB)")
 
 
@@ -54,19 +58,23 @@ def split(specs: Mapping[str, Spec], *, max_bytes: int) -> dict[str, list[str]]:
 def write_file(file: Path, weights: Weights, specs: Mapping[str, Spec]) -> None:
     """One safetensors file (https://github.com/huggingface/safetensors#format) holding ``specs``.
 
-    Written by hand because the library takes all tensors of a file at once.
+    Written by hand because the library takes all tensors of a file at once. All cores read and
+    merge what comes next while the disk takes what is written.
     """
-    with file.open("wb") as stream:
-        stream.write(_header(specs))
-        for name, spec in specs.items():
-            stream.write(_bytes_of(weights.read(name), spec))
+    tasks = [(name, *cut) for name, spec in specs.items() for cut in spec.cuts()]
 
+    def block(name: str, first: int, last: int) -> memoryview:
+        return _bytes_of(weights.rows(name, first, last), specs[name])
 
-def size(spec: Spec) -> int:
-    """Bytes that a tensor takes."""
-    import torch
-
-    return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
+    with file.open("wb") as stream, ThreadPoolExecutor(1) as syncing:
+        written = stream.write(_header(specs))
+        synced, pending = 0, None
+        for part in ahead(block, tasks):
+            written += stream.write(part)
+            if written - synced > SYNC and (pending is None or pending.done()):
+                pending, synced = syncing.submit(os.fsync, stream.fileno()), written
+    meant = len(_header(specs)) + sum(map(size, specs.values()))
+    assert written == meant, (file, written, meant)
 
 
 def _header(specs: Mapping[str, Spec]) -> bytes:
@@ -88,7 +96,6 @@ def _header(specs: Mapping[str, Spec]) -> bytes:
 def _bytes_of(tensor: Tensor, spec: Spec) -> memoryview:
     import torch
 
-    assert tuple(tensor.shape) == spec.shape, (tensor.shape, spec.shape)
     cast = tensor.to(getattr(torch, spec.dtype)).contiguous()
     return cast.reshape(-1).view(torch.uint8).numpy().data
 

@@ -9,6 +9,7 @@ from stages.checkpoint.conversation import stop_ids, template, tokenizer_sha256
 from stages.checkpoint.headers import Entry, read_header, read_headers
 from stages.checkpoint.json_files import read_json_if_there
 from stages.checkpoint.layouts import Layout, layout
+from stages.checkpoint.lineage import noted_base
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -16,8 +17,10 @@ def describe(path: Path) -> dict[str, Any]:
 
     ``parameters`` and ``dtypes`` (values of each type) are read from safetensors headers and are
     ``None`` for pickled and sharded layouts, ``vocabulary_rows`` is the config's,
-    ``quantization`` is how the weights were held while an adapter was trained, and the hashes are
-    those of the tokenizer and the chat template. An adapter's count is of its own tensors.
+    ``quantization`` is how the weights were held while an adapter was trained and ``precision``
+    the type that training loaded the others in, ``resumable`` whether optimizer state lies beside
+    them, and the hashes are those of the tokenizer and the chat template. An adapter's count is of
+    its own tensors.
     Raises :class:`~stages.base.StageError` for a folder without a checkpoint.
     """
     import hashlib
@@ -37,6 +40,8 @@ def describe(path: Path) -> dict[str, Any]:
         "tied": _tied(config, entries),
         "adapter": _adapter(path),
         "quantization": quantization(config),
+        "precision": config.get("dtype") or config.get("torch_dtype"),
+        "resumable": resumable(path),
         "tokenizer_sha256": tokenizer_sha256(path),
         "template_sha256": hashlib.sha256(chat.encode()).hexdigest() if chat else None,
         "stop_ids": stop_ids(path),
@@ -51,6 +56,13 @@ def quantization(config: Mapping[str, Any]) -> str | None:
     if settings.get("load_in_4bit"):
         return settings.get("bnb_4bit_quant_type", "fp4")
     return "int8" if settings.get("load_in_8bit") else settings.get("quant_method", "unknown")
+
+
+def resumable(path: Path) -> bool:
+    """Whether a trainer can go on from here: its state and an optimizer's lie in the folder."""
+    signs = ("optimizer.pt", "optimizer.bin", "optimizer_0", "*/*_optim_states.pt")
+    there = any(any(path.glob(sign)) for sign in signs)
+    return there and (path / "trainer_state.json").is_file()
 
 
 def _entries(path: Path, kind: Layout) -> Mapping[str, Entry] | None:
@@ -82,6 +94,7 @@ def _adapter(path: Path) -> dict[str, Any] | None:
         return None
     return {
         "base": config.get("base_model_name_or_path"),
+        "base_fingerprint": noted_base(path),
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),
         "dora": bool(config.get("use_dora")),

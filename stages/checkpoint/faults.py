@@ -1,39 +1,71 @@
 """What is wrong with a checkpoint folder, one line for each fault."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from stages.base import StageError
-from stages.checkpoint import adapter
+from stages.checkpoint import adapter, fresh
 from stages.checkpoint.architecture import Architecture, architecture
-from stages.checkpoint.conversation import end_of_turn, load_tokenizer, special_ids, stop_ids
+from stages.checkpoint.conversation import (
+    end_of_turn,
+    load_tokenizer,
+    special_ids,
+    stop_ids,
+    template,
+)
 from stages.checkpoint.headers import INDEX, Entry, read_header, shard_files, weight_map
 from stages.checkpoint.json_files import read_json
 from stages.checkpoint.layouts import is_adapter, layout
+from stages.checkpoint.lineage import check_base
+from stages.checkpoint.merge import merge
 from stages.checkpoint.readers import open_weights
+from stages.checkpoint.weights import all_not_finite
+
+Load = Callable[[Path], tuple[str, ...]]
+"""Loads the model of a folder; its faults."""
 
 
-def validate(path: Path, dtype: str | None = None) -> tuple[str, ...]:
+def validate(
+    path: Path,
+    dtype: str | None = None,
+    *,
+    base: Path | None = None,
+    chat: bool = False,
+    load: Load | None = None,
+) -> tuple[str, ...]:
     """The faults of the checkpoint in ``path``; none means that the next stage can have it.
 
     A whole model in safetensors is checked to the last value and then loaded with plain
-    ``from_pretrained``, which takes the memory of the model; ``dtype`` is what every
-    floating-point tensor and the config should be in. An adapter's tensors are checked by
-    themselves. Other layouts are for :func:`stages.convert.convert`, and are a fault here.
+    ``from_pretrained`` in a fresh process, which takes the memory of the model; ``load`` takes
+    the place of that. ``dtype`` is what every floating-point tensor and the config should be in,
+    and ``chat`` asks for a chat template. An adapter's tensors are checked by themselves, and
+    against the ``base`` that it should fit. Other layouts are for
+    :func:`stages.convert.convert`, and are a fault here.
     """
     try:
         kind = layout(path)
         if kind == "adapter":
-            return adapter.faults(adapter.read_adapter(path))
+            return _adapter(path, base)
         if kind != "safetensors":
             return (f"{path}: weights lie there as {kind}, convert them to safetensors first",)
-        return _whole_model(path, dtype)
+        return _whole_model(path, dtype, chat=chat, load=load or fresh.load)
     except StageError as error:
         return (str(error),)
 
 
-def _whole_model(path: Path, dtype: str | None) -> tuple[str, ...]:
+def _adapter(path: Path, base: Path | None) -> tuple[str, ...]:
+    read = adapter.read_adapter(path)
+    found = [*adapter.faults(read)]
+    if base is not None and not found:
+        try:
+            check_base(path, base)
+            merge(open_weights(base), read, aliases=architecture(base).aliases)
+        except StageError as error:
+            found.append(str(error))
+    return tuple(found)
+
+
+def _whole_model(path: Path, dtype: str | None, *, chat: bool, load: Load) -> tuple[str, ...]:
     entries, faults = _files(path)
     if faults:
         return tuple(faults)
@@ -45,7 +77,9 @@ def _whole_model(path: Path, dtype: str | None) -> tuple[str, ...]:
         *_values(path, entries),
         *_tokenizer(path, plan),
     ]
-    return tuple(found or _load(path))
+    if chat and not template(path):
+        found.append(f"{path}: no chat template, and a chat model needs one")
+    return tuple(found) or load(path)
 
 
 def _files(path: Path) -> tuple[dict[str, Entry], list[str]]:
@@ -108,16 +142,14 @@ def _types(path: Path, entries: Mapping[str, Entry], dtype: str | None) -> Itera
 
 
 def _values(path: Path, entries: Mapping[str, Entry]) -> Iterator[str]:
-    import torch
-
     weights = open_weights(path)
-    for name in entries:
-        if not entries[name].numel:
-            yield f"{name}: empty, of shape {entries[name].shape}"
-            continue
-        finite = torch.isfinite(weights.read(name))
-        if not finite.all():
-            yield f"{name}: {int((~finite).sum())} of its {finite.numel()} values are not finite"
+    for name, entry in entries.items():
+        if not entry.numel:
+            yield f"{name}: empty, of shape {entry.shape}"
+    names = [name for name, entry in entries.items() if entry.numel]
+    for name, count in all_not_finite(weights, names).items():
+        if count:
+            yield f"{name}: {count} of its {entries[name].numel} values are not finite"
 
 
 def _tokenizer(path: Path, plan: Architecture) -> Iterator[str]:
@@ -139,19 +171,3 @@ def _tokenizer(path: Path, plan: Architecture) -> Iterator[str]:
             f"{path / 'generation_config.json'}: eos_token_id {stop_ids(path)} lacks {end} "
             f"({token!r}), which ends a turn: generation would not stop"
         )
-
-
-def _load(path: Path) -> Iterator[str]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        yield f"{path}: from_pretrained fails: {(str(error) or repr(error)).splitlines()[0]}"
-        return
-    info = loaded[1]
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if info[kind]:
-            yield f"{path}: from_pretrained reports {kind}: {sorted(map(str, info[kind]))[:3]}"

@@ -7,20 +7,22 @@ from typing import Literal
 from stages.base import StageError
 from stages.checkpoint.headers import read_header
 
-Layout = Literal["safetensors", "bin", "adapter", "dcp", "zero"]
+Layout = Literal["safetensors", "bin", "adapter", "dcp", "rank_files", "zero"]
 
 SIGNS: Mapping[Layout, tuple[str, ...]] = {
     "safetensors": ("model.safetensors", "model.safetensors.index.json"),
     "bin": ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model_fsdp.bin"),
     "adapter": ("adapter_model.safetensors", "adapter_model.bin"),
     "dcp": ("pytorch_model_fsdp_0",),
+    "rank_files": ("pytorch_model_fsdp*_rank*.bin",),
     "zero": ("*/*_optim_states.pt",),
 }
 """What gives each layout away. ``safetensors`` and ``bin`` are whole models in the Hugging Face
 form, ``adapter`` is PEFT's, ``dcp`` is the directory that accelerate writes for FSDP with
-``SHARDED_STATE_DICT``, and ``zero`` is a DeepSpeed checkpoint of any ZeRO stage and world size."""
+``SHARDED_STATE_DICT``, ``rank_files`` what it writes without DCP, and ``zero`` is a DeepSpeed
+checkpoint of any ZeRO stage and world size."""
 
-SHARDED: frozenset[Layout] = frozenset({"dcp", "zero"})
+SHARDED: frozenset[Layout] = frozenset({"dcp", "rank_files", "zero"})
 """Layouts that may hold a whole model or a PEFT model: an ``adapter_config.json`` tells which."""
 
 
@@ -30,10 +32,17 @@ def layouts(path: Path) -> tuple[Layout, ...]:
 
 
 def layout(path: Path) -> Layout:
-    """The one layout that ``path`` holds. Raises :class:`StageError` for none, or for several."""
+    """The one layout that ``path`` holds. Raises :class:`StageError` for none, or for several.
+
+    In a trainer's own checkpoint, whose shards are there to be resumed from, it is the whole model
+    beside them.
+    """
     if not path.is_dir():
         raise StageError(f"{path}: no such checkpoint folder")
     found = layouts(path)
+    if len(found) > 1 and (path / "trainer_state.json").is_file():
+        whole: tuple[Layout, ...] = tuple(name for name in found if name not in SHARDED)
+        found = whole or found
     if len(found) == 1:
         return found[0]
     if found:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from stages.checkpoint.weights import Weights
+from stages.checkpoint.weights import Weights, equal
 
 
 def settle(weights: Weights, aliases: Mapping[str, str]) -> tuple[Weights, bool]:
@@ -12,11 +12,8 @@ def settle(weights: Weights, aliases: Mapping[str, str]) -> tuple[Weights, bool]
     once, or twice with equal values, and then one is written. Ends that differ are both written,
     and the config has to stop tying them, or loading would give one the other's values.
     """
-    import torch
-
     for alias, source in aliases.items():
-        if alias in weights.specs and source in weights.specs:
-            same_shape = weights.specs[alias].shape == weights.specs[source].shape
-            if not same_shape or not torch.equal(weights.read(alias), weights.read(source)):
-                return weights, False
+        there = alias in weights.specs and source in weights.specs
+        if there and not equal(weights, alias, weights, source):
+            return weights, False
     return weights.without(aliases), bool(aliases)

@@ -1,21 +1,18 @@
 """Reads DeepSpeed's ZeRO checkpoints: float32 master weights cut over ranks, stages 1, 2 and 3."""
 
 import math
-import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stages.base import StageError
-from stages.checkpoint.weights import Spec, Weights, spec_of
+from stages.checkpoint.pickles import Stored, read_pickle
+from stages.checkpoint.runs import Laid, Run, itemsize, of_runs, window
+from stages.checkpoint.weights import Spec, Weights
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Pieces = Mapping[str, tuple[tuple[int, ...], "tuple[Tensor, ...]"]]
-"""Name -> shape, and the flat pieces that make it up in order. What is over at the end is
-padding."""
+Pieces = Mapping[str, Laid]
+"""Name -> what it is, and the runs that make it up in order. What is over at the end is padding."""
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
@@ -23,41 +20,31 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 def read_zero(path: Path) -> Weights:
     """The master weights in the DeepSpeed checkpoint that ``path/latest`` names.
 
-    The format is that of ``deepspeed.utils.zero_to_fp32`` (0.19), without its two costs: files are
-    read with ``weights_only`` (DeepSpeed's own objects become inert stand-ins), and mapped, so that
-    a read takes the memory of one tensor. An alias of a tied weight is left out, and so are
-    frozen parameters if the save excluded them. Raises :class:`StageError` when shards are missing.
+    The format is that of ``deepspeed.utils.zero_to_fp32`` (0.19), without its two costs: nothing
+    that the files name is run (DeepSpeed's own objects become inert stand-ins), and values are
+    read where they lie, so that a read takes the memory of its rows. An alias of a tied weight is
+    left out, and so are frozen parameters if the save excluded them. Raises :class:`StageError`
+    when shards are missing.
     """
     folder = _tagged(path)
     try:
-        return _weights(_pieces(folder))
+        return of_runs(_pieces(folder))
     except KeyError as missing:
         raise StageError(f"{folder}: its files have no {missing}, so are not ZeRO's") from None
 
 
 def _pieces(folder: Path) -> Pieces:
-    optimizers = [_load(file)["optimizer_state_dict"] for file in _optimizer_files(folder)]
+    optimizers = [read_pickle(file)["optimizer_state_dict"] for file in _optimizer_files(folder)]
     stage, world = int(optimizers[0]["zero_stage"]), _world_size(optimizers[0])
     if world != len(optimizers):
         raise StageError(f"{folder}: {len(optimizers)} optimizer shards of {world} ranks are there")
-    models = [_load(file) for file in _model_files(folder, stage, world)]
+    models = [read_pickle(file) for file in _model_files(folder, stage, world)]
     if stage == 3:
         rest, trained = _rest_cut(models), _trained_cut(folder, models[0], optimizers)
     else:
         rest, trained = _rest_whole(models[0]), _trained_joined(folder, models[0], optimizers)
     aliases = models[0]["shared_params"]
     return {n: piece for n, piece in {**rest, **trained}.items() if n not in aliases}
-
-
-def _weights(pieces: Pieces) -> Weights:
-    import torch
-
-    def read(name: str) -> "Tensor":
-        shape, parts = pieces[name]
-        return torch.cat(parts)[: math.prod(shape)].view(shape)
-
-    specs = {name: Spec(shape, spec_of(parts[0]).dtype) for name, (shape, parts) in pieces.items()}
-    return Weights(specs, read)
 
 
 def _trained_joined(
@@ -70,9 +57,9 @@ def _trained_joined(
         chunks = [rank["single_partition_of_fp32_groups"][group] for rank in optimizers]
         offset = 0
         for number, (name, shape) in enumerate(shapes.items()):
-            pieces[name] = tuple(shape), _window(chunks, offset, math.prod(shape))
+            pieces[name] = _cut_out(chunks, shape, offset)
             offset += math.prod(shape) + (paddings[group][number] if paddings else 0)
-        _check_used(folder, offset, sum(c.numel() for c in chunks), slack=2 * len(optimizers))
+        _check_used(folder, offset, sum(c.run.numel for c in chunks), slack=2 * len(optimizers))
     return pieces
 
 
@@ -86,10 +73,10 @@ def _trained_cut(
     for shapes in model["param_shapes"]:
         for name, shape in shapes.items():
             part = math.ceil(math.prod(shape) / len(ranks))
-            windows = (_window(chunks, offset, part) for chunks in ranks)
-            pieces[name] = tuple(shape), tuple(piece for window in windows for piece in window)
+            runs = tuple(run for chunks in ranks for run in _runs(chunks, offset, part))
+            pieces[name] = Spec(tuple(shape), ranks[0][0].dtype), runs
             offset += part
-    _check_used(folder, offset, sum(chunk.numel() for chunk in ranks[0]), slack=0)
+    _check_used(folder, offset, sum(chunk.run.numel for chunk in ranks[0]), slack=0)
     return pieces
 
 
@@ -97,27 +84,31 @@ def _rest_whole(model: Mapping[str, Any]) -> Pieces:
     """Stages 1 and 2: rank 0's state dict is whole, and right for what is not trained: buffers,
     and frozen parameters, of which stage 1 keeps no fragments (and zero_to_fp32 loses them).
     """
-    return {name: (tuple(t.shape), (t.reshape(-1),)) for name, t in model["module"].items()}
+    module = model["module"] or {}
+    return {name: (t.spec, (t.run,)) for name, t in module.items() if isinstance(t, Stored)}
 
 
 def _rest_cut(models: Sequence[Mapping[str, Any]]) -> Pieces:
     """Stage 3: buffers are whole, frozen parameters are cut like trained ones."""
     shapes = models[0].get("frozen_param_shapes") or {}
     parts = [model["frozen_param_fragments"] for model in models]
-    frozen = {n: (tuple(shape), tuple(part[n] for part in parts)) for n, shape in shapes.items()}
+    frozen = {
+        n: (Spec(tuple(shape), parts[0][n].dtype), tuple(part[n].run for part in parts))
+        for n, shape in shapes.items()
+    }
     whole = _rest_whole(models[0])
     return frozen | {name: whole[name] for name in models[0]["buffer_names"] if name in whole}
 
 
-def _window(chunks: Sequence["Tensor"], start: int, length: int) -> "tuple[Tensor, ...]":
-    """Elements ``start`` to ``start + length`` of flat ``chunks`` laid end to end, not copied."""
-    pieces = []
-    for chunk in chunks:
-        first, last = max(start, 0), min(start + length, chunk.numel())
-        if first < last:
-            pieces.append(chunk[first:last])
-        start -= chunk.numel()
-    return tuple(pieces)
+def _cut_out(chunks: Sequence[Stored], shape: Iterable[int], offset: int) -> Laid:
+    spec = Spec(tuple(shape), chunks[0].dtype)
+    return spec, _runs(chunks, offset, spec.numel)
+
+
+def _runs(chunks: Sequence[Stored], start: int, length: int) -> tuple[Run, ...]:
+    """Elements ``start`` to ``start + length`` of flat ``chunks`` laid end to end."""
+    size = itemsize(chunks[0].dtype)
+    return tuple(window((c.run for c in chunks), start, start + length, size))
 
 
 def _check_used(folder: Path, used: int, there: int, *, slack: int) -> None:
@@ -161,34 +152,3 @@ def _rank(file: Path) -> int:
 def _world_size(optimizer: Mapping[str, Any]) -> int:
     count = optimizer["partition_count"]
     return max(count) if isinstance(count, list) else int(count)
-
-
-class _Inert:
-    """Stands for a DeepSpeed object that nobody needs, so that its code never runs."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None: ...
-
-
-def _load(file: Path) -> dict[str, Any]:
-    import torch
-
-    try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        with torch.serialization.safe_globals(_stand_ins(file, named)):
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError:
-        raise StageError(f"{file}: missing") from None
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise StageError(f"{file}: cannot be read, perhaps cut off ({error})") from None
-
-
-def _stand_ins(file: Path, named: Iterable[str]) -> list[Any]:
-    """DeepSpeed's classes by inert ones, and its stage number by a plain one."""
-    stand_ins = []
-    for name in named:
-        if not name.startswith("deepspeed."):
-            raise StageError(f"{file}: refused, it names {name}, which is not DeepSpeed's")
-        stand_ins.append((int if name.endswith(".ZeroStageEnum") else _Inert, name))
-    return stand_ins

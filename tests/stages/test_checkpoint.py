@@ -15,6 +15,7 @@ from stages.base import StageError
 from stages.checkpoint import describe, layout, validate
 from stages.checkpoint.__main__ import main
 from stages.checkpoint.export import write
+from stages.checkpoint.lineage import fingerprint, note_base
 from stages.checkpoint.names import LowRank, Plain, Saved, Unknown, meaning, plain_name
 from stages.checkpoint.readers import open_weights
 from stages.checkpoint.weights import of_tensors
@@ -97,6 +98,8 @@ def test_facts_of_a_whole_model(sound: Path) -> None:
         "tied": False,
         "adapter": None,
         "quantization": None,
+        "precision": "float32",
+        "resumable": False,
         "stop_ids": [1, 3],
     }
     whole = describe(sound / "whole")
@@ -108,6 +111,7 @@ def test_facts_of_an_adapter(sound: Path) -> None:
     assert (facts["layout"], facts["parameters"]) == ("adapter", 2 * (3 * 35 + 30 * 3))
     assert facts["adapter"] == {
         "base": str(sound / "whole"),
+        "base_fingerprint": None,
         "rank": 3,
         "alpha": 7,
         "dora": False,
@@ -171,8 +175,8 @@ def test_an_adapter_file_without_tensors_is_no_layout(tmp_path: Path) -> None:
 
 
 def test_sound_checkpoints_have_no_faults(sound: Path, tmp_path: Path) -> None:
-    assert validate(sound / "model", "float32") == ()
-    assert validate(sound / "peft") == ()
+    assert validate(sound / "model", "float32", chat=True) == ()
+    assert validate(sound / "peft", base=sound / "whole") == ()
     write_base(tmp_path, tie=True)
     edit_json(tmp_path / "generation_config.json", eos_token_id=3)
     assert validate(tmp_path) == ()
@@ -280,6 +284,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda m: edit_json(m / "generation_config.json", eos_token_id=1),
         ("eos_token_id [1] lacks 3 ('<|end|>'), which ends a turn",),
     ),
+    "missing template": (
+        lambda m: (m / "chat_template.jinja").unlink(),
+        ("no chat template, and a chat model needs one",),
+    ),
     "template": (
         lambda m: (m / "chat_template.jinja").write_text("{% for %}"),
         ("the chat template cannot render",),
@@ -313,11 +321,38 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 def test_each_damage_gives_a_line_that_names_it(model: Path, damage: str) -> None:
     act, said = DAMAGES[damage]
     act(model)
-    faults = validate(model, "float32")
+    faults = validate(model, "float32", chat=True)
     assert len(faults) == len(said), faults
     for fault, words in zip(faults, said, strict=True):
         assert words in fault
         assert "\n" not in fault
+
+
+def test_an_adapter_is_checked_against_its_base(sound: Path, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(sound / "peft", tmp_path / "peft"))
+    assert describe(adapter)["adapter"]["base_fingerprint"] is None
+    note_base(adapter)
+    assert describe(adapter)["adapter"]["base_fingerprint"] == fingerprint(sound / "model")
+    assert validate(adapter, base=sound / "model") == ()
+    write_base(tmp_path / "other", tie=False, seed=1)
+    (fault,) = validate(adapter, base=tmp_path / "other")
+    assert "was trained on weights" in fault and "merge it into the base" in fault
+    write_base(tmp_path / "even", tie=False, even=True)
+    (adapter / "base.json").unlink()
+    (fault,) = validate(adapter, base=tmp_path / "even")
+    assert "q_proj.weight by a tensor of shape (30, 35)" in fault
+    edit_json(adapter / "adapter_config.json", lora_alpha=0)
+    (fault,) = validate(adapter, base=sound / "model")
+    assert "drops the adapter" in fault
+
+
+def test_a_trainers_checkpoint_is_resumable_and_holds_one_model(sound: Path, model: Path) -> None:
+    assert describe(model)["resumable"] is False
+    (model / "optimizer.pt").write_bytes(b"")
+    (model / "trainer_state.json").write_text("{}")
+    (model / "global_step2").mkdir()
+    (model / "global_step2" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    assert (describe(model)["resumable"], layout(model)) == (True, "safetensors")
 
 
 def test_a_tied_weight_written_twice_is_a_fault(tmp_path: Path) -> None:
@@ -372,6 +407,24 @@ def test_the_command_prints_a_line_per_fault_and_exits_1(
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert main(["describe", str(model / "absent")]) == 1
     assert "no such checkpoint folder" in capsys.readouterr().out
+
+
+def test_the_command_merges_and_compares(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["merge", str(sound / "peft"), str(tmp_path), "--base", str(sound / "model")]
+    assert main([*argv, "--dtype", "float32"]) == 0
+    assert json.loads(capsys.readouterr().out)["parity"]["logit_error"] < 1e-5
+    assert main(["diff", str(sound / "whole"), str(sound / "model")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "stop_ids: [1] and [1, 3]" in lines and not any("weight" in line for line in lines)
+    assert main(["diff", str(sound / "model"), str(tmp_path / "model")]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "weight" in line]
+    assert len(lines) == 2 and all("q_proj.weight: 1050 of 1050 values" in each for each in lines)
+    assert main(["adapter", str(sound / "peft"), str(tmp_path / "alone")]) == 0
+    assert validate(tmp_path / "alone", base=sound / "model") == ()
+    assert main(["merge", str(sound / "peft"), str(tmp_path), "--base", str(tmp_path)]) == 1
+    assert "config.json: missing" in capsys.readouterr().out
 
 
 def test_the_command_describes_in_a_fresh_process(model: Path) -> None:
@@ -434,6 +487,34 @@ def test_names_that_only_look_wrapped_are_kept() -> None:
 )
 def test_what_peft_adds_to_names_is_understood(name: str, meant: object) -> None:
     assert meaning(name) == meant
+
+
+def test_what_torch_saved_is_read_where_it_lies(tmp_path: Path) -> None:
+    import torch
+
+    whole = torch.arange(24.0).reshape(4, 6)
+    tensors = {
+        "plain": whole,
+        "view": whole[1:3],
+        "turned": whole.T,
+        "column": whole[:, 2],
+        "half": torch.randn(3, 2).half(),
+        "eighth": torch.randn(3, 2).to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "scalar": torch.tensor(5),
+        "empty": torch.empty(0, 3),
+    }
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    ours = open_weights(tmp_path)
+    for name, tensor in tensors.items():
+        read = ours.read(name)
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(read.float(), tensor.float()), name
+    assert torch.equal(ours.rows("turned", 2, 4), whole.T[2:4])
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(tensors, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(StageError, match="cannot be read"):
+        open_weights(tmp_path)
 
 
 def test_written_safetensors_are_what_the_library_reads(tmp_path: Path) -> None:

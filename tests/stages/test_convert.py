@@ -14,8 +14,11 @@ import pytest
 
 from stages import manifest
 from stages.base import Context, StageError
-from stages.checkpoint import describe, validate
+from stages.checkpoint import describe, fresh, parity, validate
+from stages.checkpoint.adapter import read_adapter
+from stages.checkpoint.trained import Training, base_model
 from stages.convert import Convert, convert
+from stages.training import refuse_one_tied_end
 from tests.stages.write_shards import CASES, with_adapter, write_base
 
 SCRIPT = Path(__file__).with_name("write_shards.py")
@@ -25,11 +28,12 @@ ADAPTED: Mapping[str, Mapping[str, Any]] = {
     "dcp_lora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_rslora": True},
     "zero2_lora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_rslora": True},
     "dcp_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
+    "ranks_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
     "zero1_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
     "zero3_dora": {"use_dora": True, "modules_to_save": ["lm_head"]},
     "dcp_qlora": {},
 }
-FLOAT32 = Convert(export_dtype="float32")
+FLOAT32 = Convert(export_dtype="float32", merge_into="original", parity_probes=0)
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +77,17 @@ def assert_equal(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     assert got.keys() == wanted.keys()
     different = [name for name in wanted if not torch.equal(got[name], wanted[name])]
     assert not different
+
+
+def assert_as_merged(got: Mapping[str, Any], model: Any, *, exact: bool) -> None:
+    """PEFT sums DoRA's norms in another order where a layer is stored inputs-first."""
+    import torch
+
+    wanted = model.merge_and_unload().state_dict()
+    if exact:
+        assert_equal(got, wanted)
+    assert got.keys() == wanted.keys()
+    assert all(torch.allclose(got[name], wanted[name], atol=1e-6) for name in wanted)
 
 
 def load(model: Path, **settings: Any) -> Any:
@@ -249,8 +264,10 @@ def test_peft_adapters_merge_bit_for_bit(bases: Path, tmp_path: Path, kind: str)
 
     model = save_adapter(tmp_path / "trained", bases / "untied", **PEFT_KINDS[kind])
     wanted = logits(model)
-    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
-    assert_equal(weights(tmp_path), model.merge_and_unload().state_dict())
+    trained, base = tmp_path / "trained", bases / "untied"
+    figures = convert(FLOAT32, Context(tmp_path), trained=trained, base=base)
+    assert figures["peft_difference"]["largest"] < 1e-6
+    assert_as_merged(weights(tmp_path), model, exact=kind != "embedding_dora")
     assert torch.allclose(logits(load(tmp_path / "model")), wanted, atol=1e-5)
 
 
@@ -275,7 +292,7 @@ def test_layers_with_biases_stored_inputs_first_merge_too(
         for folder in (tmp_path / "trained" / "model", tmp_path / "adapter")
     )
     assert_equal(kept, saved)
-    assert_equal(weights(tmp_path), model.merge_and_unload().state_dict())
+    assert_as_merged(weights(tmp_path), model, exact="use_dora" not in settings)
 
 
 def test_a_bfloat16_merge_is_within_one_rounding_of_the_exact_one(
@@ -322,6 +339,14 @@ def test_ends_of_a_tie_that_were_trained_apart_are_untied(
     figures = convert(FLOAT32, Context(tmp_path), trained=trained, base=bases / "tied")
     assert (figures["tied"], figures["untied"]) == (False, True)
     assert torch.allclose(logits(load(tmp_path / "model")), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("end", ONE_END)
+def test_an_adapter_on_one_end_of_a_tie_is_refused_before_training(bases: Path, end: str) -> None:
+    with pytest.raises(StageError, match="is one end of a tie"):
+        refuse_one_tied_end(with_adapter(load(bases / "tied" / "model"), **ONE_END[end]))
+    refuse_one_tied_end(with_adapter(load(bases / "untied" / "model"), **ONE_END[end]))
+    refuse_one_tied_end(with_adapter(load(bases / "tied" / "model"), target_modules=["q_proj"]))
 
 
 def save_directory(trained: Path, model: Any, state: Mapping[str, Any]) -> None:
@@ -442,6 +467,214 @@ def test_an_interrupted_conversion_is_begun_anew(bases: Path, tmp_path: Path) ->
     convert(FLOAT32, Context(tmp_path), trained=base, base=base)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
     assert validate(tmp_path / "model", "float32") == ()
+
+
+# Arithmetic
+
+QUICK = (("lora", "bfloat16"), ("dora", "float32"))
+"""Kinds of adapter and types of base that every run of the tests tries."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        pytest.param(kind, stored, marks=() if (kind, stored) in QUICK else pytest.mark.slow)
+        for kind in ("lora", "dora", "embedding_dora", "saved_whole", "rslora")
+        for stored in ("float32", "bfloat16")
+    ],
+)
+def test_peft_arithmetic_gives_the_bits_of_merge_and_unload_on_a_bfloat16_base(
+    bases: Path, tmp_path: Path, kind: str, stored: str
+) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    trained = tmp_path / "trained"
+    model = load(bases / "untied" / "model").to(torch.bfloat16)
+    (tmp_path / "base").mkdir()
+    shutil.copytree(bases / "untied" / "model", tmp_path / "base" / "model")
+    model.save_pretrained(tmp_path / "base" / "model")
+    adapted = with_adapter(model, **PEFT_KINDS[kind])
+    adapted.to(getattr(torch, stored)).save_pretrained(trained / "model")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base" / "model", dtype="auto")
+    there = PeftModel.from_pretrained(
+        base, str(trained / "model"), autocast_adapter_dtype=stored == "float32"
+    )
+    wanted = there.merge_and_unload().state_dict()
+    figures = {}
+    for arithmetic in ("peft", "float32"):
+        config = Convert(merge_arithmetic=arithmetic, parity_probes=0)
+        out = tmp_path / arithmetic
+        figures = convert(config, Context(out), trained=trained, base=tmp_path / "base")
+    assert_equal(weights(tmp_path / "peft"), wanted)
+    apart = figures["peft_difference"]
+    if stored == "bfloat16":  # a product that was rounded before it was added
+        assert apart["share"] > 0.01 and 0 < apart["largest"] < 0.1
+        assert any(
+            not torch.equal(tensor, wanted[name])
+            for name, tensor in weights(tmp_path / "float32").items()
+        )
+
+
+def test_qlora_is_merged_into_what_it_was_trained_on(shards: Path, tmp_path: Path) -> None:
+    """The base as 4 bits held it is bitsandbytes' own, and answers as the trained model does."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    source, origin = shards / "dcp_qlora" / "model", shards / "base" / "even" / "model"
+    training = Training(source, origin, read_adapter(source))
+    ours = parity.dequantised_base(training)
+    held = {
+        f"{name}.weight": dequantize_4bit(module.weight.data, module.weight.quant_state)
+        for name, module in base_model(training).named_modules()
+        if isinstance(module, Linear4bit)
+    }
+    assert len(held) == 14
+    assert_equal({name: ours.read(name) for name in held}, held)
+    figures = {}
+    for into in ("original", "dequantised", "measured"):
+        config = Convert(export_dtype="float32", merge_into=into, parity_tolerance=1.0)
+        figures[into] = convert(
+            config,
+            Context(tmp_path / into),
+            trained=shards / "dcp_qlora",
+            base=shards / "base" / "even",
+        )
+    best, original = figures["measured"], figures["original"]
+    assert best["merged_weights"] == "dequantised"
+    assert best["merge_errors"]["original"] == pytest.approx(original["parity"]["logit_error"])
+    assert best["parity"]["logit_error"] < 1e-4 < 1e-2 < original["parity"]["logit_error"]
+    assert_equal(weights(tmp_path / "measured"), weights(tmp_path / "dequantised"))
+    assert not torch.equal(
+        weights(tmp_path / "original")["model.layers.0.mlp.up_proj.weight"],
+        weights(tmp_path / "measured")["model.layers.0.mlp.up_proj.weight"],
+    )
+
+
+# Parity
+
+
+def with_pairs(out: Path) -> Path:
+    from datasets import Dataset
+
+    row = {"prompt_ids": [4, 5, 6], "chosen_ids": [7, 8, 1], "rejected_ids": [9, 1]}
+    Dataset.from_list([row] * 9).save_to_disk(out / "preferences" / "test")
+    return out
+
+
+@pytest.mark.parametrize("case", ["zero3_full_tied", "zero2_lora"])
+def test_the_export_answers_as_the_trained_model(shards: Path, tmp_path: Path, case: str) -> None:
+    figures = convert(
+        Convert(export_dtype="float32"),
+        Context(tmp_path),
+        trained=shards / case,
+        base=shards / "base" / CASES[case][0],
+        data=with_pairs(tmp_path / "data"),
+    )["parity"]
+    assert figures["logit_error"] < 1e-5 < 0.1 < figures["change"]
+    assert figures["change_kept"] == pytest.approx(1, abs=1e-4)
+    assert (figures["same_top_token"], figures["tolerance"]) == (1, 1e-3)
+    assert max(figures["answer_logp_difference"], figures["margin_difference"]) < 1e-4
+
+
+def examined(training: Training, model: Path, scratch: Path) -> list[str]:
+    """What the gate says of ``model`` as the export of ``training``."""
+    exam = parity.prepare(model, num=4, data=None, folder=scratch)
+    assert fresh.load(model, probes=exam.probes, out=exam.out) == ()
+    return parity.faults(parity.measure(exam, training), tolerance=1.0, dtype="bfloat16")
+
+
+def test_an_export_that_ignores_the_adapter_is_caught(shards: Path, tmp_path: Path) -> None:
+    source, origin = shards / "zero2_lora" / "model", shards / "base" / "tied" / "model"
+    lora = Training(source, origin, read_adapter(source))
+    shutil.copytree(origin, tmp_path / "model")
+    edit_json(tmp_path / "model" / "generation_config.json", eos_token_id=[1, 3])
+    said = examined(lora, tmp_path / "model", tmp_path)
+    assert "it shows 0% of what training changed" in said[-1]
+
+
+def test_a_change_that_the_type_is_too_coarse_for_is_caught(bases: Path, tmp_path: Path) -> None:
+    import torch
+
+    base = Path(shutil.copytree(bases / "untied", tmp_path / "base"))
+    model = load(base / "model").to(torch.bfloat16)
+    model.save_pretrained(base / "model")
+    trained = tmp_path / "trained"
+    adapted = with_adapter(model.float(), target_modules=["q_proj", "down_proj"])
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=1e-5)
+    adapted.save_pretrained(trained / "model")
+    with pytest.raises(StageError, match=r"of what training changed.*export_dtype: float32"):
+        convert(Convert(), Context(tmp_path / "half"), trained=trained, base=base)
+    whole = convert(
+        Convert(export_dtype="float32"), Context(tmp_path / "out"), trained=trained, base=base
+    )
+    assert whole["parity"]["change_kept"] == pytest.approx(1, abs=1e-2)
+
+
+def test_a_load_that_dies_is_a_fault_and_the_next_one_works(bases: Path, tmp_path: Path) -> None:
+    """Each load has a process of its own; what kills one leaves the others alone."""
+    probe = fresh.Probe([4, 5])
+    assert fresh.load(bases / "untied" / "model", probes=[probe], out=tmp_path / "out") == ()
+    (fault,) = fresh.load(bases / "untied" / "model", probes=[probe], out=tmp_path / "no" / "out")
+    assert "ended with status 1" in fault
+    assert fresh.load(bases / "untied" / "model") == ()
+
+
+# Other forms
+
+
+def test_other_forms_answer_alike(bases: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    out, base = tmp_path / "out", byte_level(tmp_path / "base")
+    config = Convert(export_dtype="float32", also=("gguf_f16", "gguf_q8_0", "nf4"), parity_probes=0)
+    convert(config, Context(out), trained=base, base=base)
+    wanted = logits(load(out / "model"))
+    for name, settings, error in (
+        ("gguf", {"gguf_file": "model-f16.gguf"}, 0.01),
+        ("gguf", {"gguf_file": "model-q8_0.gguf"}, 0.05),
+        ("nf4", {}, 0.5),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(out / name, dtype=torch.float32, **settings)
+        apart = (logits(model) - wanted).square().mean().sqrt() / wanted.std()
+        assert apart < error, (name, apart)
+    assert describe(out / "nf4")["quantization"] == "nf4"
+    convert(config.model_copy(update={"also": ()}), Context(out), trained=base, base=base)
+    assert sorted(p.name for p in out.iterdir()) == ["model"]
+
+
+def byte_level(out: Path) -> Path:
+    """A Llama with the only kind of tokenizer that GGUF is written for."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    words.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|pad|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words.train_from_iterator(["the quick brown fox jumps over the lazy dog"], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>"
+    ).save_pretrained(out / "model")
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=280, pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes, **heads
+    )
+    LlamaForCausalLM(config).save_pretrained(out / "model")
+    return out
 
 
 # Refusals
@@ -566,12 +799,15 @@ def test_damaged_shards_are_named(shards: Path, tmp_path: Path) -> None:
     def cut(file: Path) -> None:
         file.write_bytes(file.read_bytes()[:-2000])
 
-    dcp, zero = "dcp_full_untied", "zero3_full_untied"
+    dcp, ranks, zero = "dcp_full_untied", "ranks_full_untied", "zero3_full_untied"
     rank1 = "global_step1/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     damages: list[tuple[str, Callable[[Path], Any], str]] = [
         (dcp, lambda m: (m / "pytorch_model_fsdp_0/.metadata").unlink(), "this save was cut off"),
         (dcp, lambda m: cut(m / "pytorch_model_fsdp_0/__1_0.distcp"), "cannot be read"),
-        (dcp, lambda m: (m / "pytorch_model_fsdp_0/__1_0.distcp").unlink(), "cannot be read"),
+        (dcp, lambda m: (m / "pytorch_model_fsdp_0/__1_0.distcp").unlink(), "missing"),
+        (ranks, lambda m: (m / "pytorch_model_fsdp_0_rank0.bin").unlink(), "file of rank 0 is"),
+        (ranks, lambda m: (m / "pytorch_model_fsdp_0_rank1.bin").unlink(), "the 1 files hold"),
+        (ranks, lambda m: cut(m / "pytorch_model_fsdp_0_rank1.bin"), "perhaps cut off"),
         (zero, lambda m: (m / "latest").unlink(), "latest: missing"),
         (zero, lambda m: (m / "latest").write_text("global_step9"), "names 'global_step9'"),
         (zero, lambda m: (m / rank1).unlink(), "1 optimizer shards of 2 ranks"),
@@ -597,6 +833,7 @@ class Bomb:
     [
         ("zero3_full_untied", "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"),
         ("dcp_full_untied", "pytorch_model_fsdp_0/.metadata"),
+        ("ranks_full_untied", "pytorch_model_fsdp_0_rank1.bin"),
         ("bin", "pytorch_model.bin"),
         ("bin", "adapter_model.bin"),
     ],

@@ -138,9 +138,26 @@ def _step(forward: Any) -> Any:
 
 def _fsdp(model: Any, folder: Path) -> None:
     """Train a step under FSDP2 and save as accelerate does for SHARDED_STATE_DICT."""
+    import torch.distributed.checkpoint as dcp
+
+    state = _fsdp_step(model, folder)
+    dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(folder / "pytorch_model_fsdp_0"))
+
+
+def _rank_files(model: Any, folder: Path) -> None:
+    """The same, saved as accelerate does without DCP."""
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
+
+    state = _fsdp_step(model, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+
+
+def _fsdp_step(model: Any, folder: Path) -> dict[str, Any]:
+    """Train a step under FSDP2; this rank's part of the weights."""
+    import torch
+    import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -155,9 +172,10 @@ def _fsdp(model: Any, folder: Path) -> None:
     _step(model).backward()
     optimizer.step()
     state = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
-    dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(folder / "pytorch_model_fsdp_0"))
+    folder.mkdir(parents=True, exist_ok=True)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     _expect(model, get_model_state_dict(model, options=whole), folder)
+    return state
 
 
 def _zero(stage: int, *, bf16: bool = False, exclude: bool = False) -> Callable[[Any, Path], None]:
@@ -217,6 +235,9 @@ CASES: Mapping[str, tuple[str, Callable[[Path], Any], Callable[[Any, Path], None
     "dcp_lora": ("tied", _LORA, _fsdp),
     "dcp_dora": ("untied", _DORA, _fsdp),
     "dcp_qlora": ("even", _quantised, _fsdp),
+    "ranks_full_tied": ("tied", _full, _rank_files),
+    "ranks_full_untied": ("untied", _full, _rank_files),
+    "ranks_dora": ("untied", _DORA, _rank_files),
     "zero1_full_untied": ("untied", _full, _zero(1, bf16=True)),
     "zero1_dora": ("untied", _DORA, _zero(1)),
     "zero2_full_tied": ("tied", _full, _zero(2)),

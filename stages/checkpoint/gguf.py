@@ -1,0 +1,191 @@
+"""Writes a model as GGUF for llama.cpp and Ollama, by the package gguf, one tensor at a time."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.base import StageError
+from stages.checkpoint.conversation import load_tokenizer, stop_ids, template
+from stages.checkpoint.json_files import read_json
+from stages.checkpoint.readers import open_weights
+from stages.checkpoint.weights import Weights
+
+if TYPE_CHECKING:
+    pass
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose tensors are known to mean the same in llama.cpp; the first two are its
+``llama``, which turns the query and key rows."""
+
+
+def write(model: Path, file: Path, *, quantised: bool) -> None:
+    """Write ``model``, a plain checkpoint, in float16, or with ``quantised`` in Q8_0.
+
+    One-dimensional tensors stay float32, and so do rows that Q8_0's blocks of 32 do not fit, in
+    float16. Raises ``StageError`` without the package, for another family and for a tokenizer that
+    is not byte-level BPE.
+    """
+    library = _library()
+    config = read_json(model / "config.json")
+    if config.get("model_type") not in FAMILIES:
+        raise StageError(
+            f"{model}: GGUF is written for {', '.join(FAMILIES)}, not {config.get('model_type')!r}"
+        )
+    turned = config["model_type"] in ("llama", "mistral")
+    name = "llama" if turned else config["model_type"]
+    writer = library.GGUFWriter(file, name)
+    _settings(writer, config)
+    _tokenizer(writer, library, model, rows=config["vocab_size"])
+    weights = open_weights(model)
+    names = _names(library, name, config, weights)
+    kinds = {n: _kind(library, weights.specs[n].shape, quantised=quantised) for n in names}
+    for own, theirs in names.items():
+        kind, shape = kinds[own], weights.specs[own].shape
+        writer.add_tensor_info(
+            theirs, _stored_shape(library, shape, kind), _numpy(kind), _size(library, shape, kind),
+            kind,
+        )  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for own in names:
+        values = _values(weights, own, config, turned=turned)
+        writer.write_tensor_data(library.quants.quantize(values, kinds[own]))
+    writer.close()
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise StageError(
+            "GGUF needs the package gguf: pip install 'posttrain-flows[gguf]'"
+        ) from None
+    return gguf
+
+
+def _settings(writer: Any, config: Mapping[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise StageError(f"GGUF: rope_type {rope['rope_type']!r} is not written here")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _tokenizer(writer: Any, library: Any, model: Path, *, rows: int) -> None:
+    """Token texts, their kinds, merges and special ids; unused rows get texts of their own."""
+    described = read_json(model / "tokenizer.json")
+    if described["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(described):
+        raise StageError(f"{model}: GGUF is written for byte-level BPE tokenizers only")
+    tokenizer = load_tokenizer(model)
+    by_id = {number: token for token, number in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    kinds = library.TokenType
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(rows)]
+    types = [
+        kinds.UNUSED if number not in by_id
+        else kinds.NORMAL if number not in added
+        else kinds.CONTROL if added[number].special
+        else kinds.USER_DEFINED
+        for number in range(rows)
+    ]  # fmt: skip
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_splitting(described))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    merges = described["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    stops = stop_ids(model)
+    if tokenizer.bos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+    if tokenizer.eos_token_id is not None or stops:
+        writer.add_eos_token_id(stops[-1] if len(stops) == 1 else tokenizer.eos_token_id)
+    for extra in [each for each in stops if each != tokenizer.eos_token_id][:1]:
+        writer.add_eot_token_id(extra)
+    if tokenizer.pad_token_id is not None:
+        writer.add_pad_token_id(tokenizer.pad_token_id)
+    if chat := template(model):
+        writer.add_chat_template(chat)
+
+
+def _splitting(described: Mapping[str, Any]) -> str:
+    """llama.cpp's name for how a text is split before the merges."""
+    rule = json.dumps(described.get("pre_tokenizer") or {})
+    if "{1,3}" in rule:
+        return "llama-bpe"
+    if "p{N}|" in rule:
+        return "qwen2"
+    return "smollm" if '"Digits"' in rule else "gpt-2"
+
+
+def _names(
+    library: Any, family: str, config: Mapping[str, Any], weights: Weights
+) -> Mapping[str, str]:
+    kind = {name: key for key, name in library.MODEL_ARCH_NAMES.items()}[family]
+    table = library.get_tensor_name_map(kind, config["num_hidden_layers"])
+    names = {own: table.get_name(own, try_suffixes=(".weight", ".bias")) for own in weights.specs}
+    if unknown := [own for own, theirs in names.items() if theirs is None]:
+        raise StageError(f"GGUF has no name for {unknown[0]} ({len(unknown)} such)")
+    return names
+
+
+def _values(weights: Weights, name: str, config: Mapping[str, Any], *, turned: bool) -> Any:
+    """In float32; llama.cpp interleaves the two halves of a rotated head's rows."""
+    values = weights.read(name).float()
+    heads = _turned_heads(name, config) if turned else 0
+    if heads:
+        halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        values = halves.transpose(1, 2).reshape(values.shape)
+    return values.contiguous().numpy()
+
+
+def _turned_heads(name: str, config: Mapping[str, Any]) -> int:
+    heads = config["num_attention_heads"]
+    if ".q_proj." in name:
+        return heads
+    return (config.get("num_key_value_heads") or heads) if ".k_proj." in name else 0
+
+
+def _kind(library: Any, shape: tuple[int, ...], *, quantised: bool) -> Any:
+    kinds = library.GGMLQuantizationType
+    if len(shape) < 2:
+        return kinds.F32
+    return kinds.Q8_0 if quantised and shape[-1] % 32 == 0 else kinds.F16
+
+
+def _stored_shape(library: Any, shape: tuple[int, ...], kind: Any) -> tuple[int, ...]:
+    if kind.name in ("F32", "F16"):
+        return shape
+    return tuple(library.quants.quant_shape_to_byte_shape(shape, kind))
+
+
+def _numpy(kind: Any) -> Any:
+    import numpy as np
+
+    return np.dtype({"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8))
+
+
+def _size(library: Any, shape: tuple[int, ...], kind: Any) -> int:
+    import math
+
+    block, size = library.GGML_QUANT_SIZES[kind]
+    return math.prod(shape) // block * size
+
+
+def tensors(file: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of each tensor in a GGUF file."""
+    for tensor in _library().GGUFReader(file).tensors:
+        yield tensor.name, tensor.tensor_type.name, tuple(map(int, tensor.shape))
