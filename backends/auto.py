@@ -17,8 +17,9 @@ class Auto(Config):
     kind: Literal["auto"] = "auto"
 
     ranks: Literal["all", "given"] = "all"
-    """``all``: every GPU of the machine, or every core where it has none; ``given``: the device
-    and ranks of ``resources``."""
+    """``all``: every GPU of the machine, or every core where it has none, or the largest number of
+    them that divides the global batch; ``resources.ranks_per_node`` is then not looked at.
+    ``given``: the device and ranks of ``resources``."""
 
     link: str | None = None
     """What connects the GPUs of a machine, such as ``nvlink`` or ``pcie4``; unset, what GPUs of

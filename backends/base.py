@@ -68,9 +68,11 @@ def split_batch(global_batch: int, resources: Resources) -> tuple[int, int]:
     world = resources.world_size
     per_rank, rest = divmod(global_batch, world)
     if rest or not per_rank:
+        near = sorted({max(1, per_rank) * world, (per_rank + 1) * world})
+        verb = "do are" if len(near) > 1 else "does is"
         raise ValueError(
             f"a global batch of {global_batch} rows does not divide over {world} ranks; "
-            f"the nearest that do are {max(1, per_rank) * world} and {(per_rank + 1) * world}"
+            f"the nearest that {verb} {' and '.join(map(str, near))}"
         )
     micro = resources.micro_batch_size or next(m for m in (8, 4, 2, 1) if per_rank % m == 0)
     if per_rank % micro:

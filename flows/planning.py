@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from backends import Auto
+from backends.planner.hardware import Machine, check_link
 from backends.planner.memory import num_adapter_parameters
 from backends.planner.model import find_model
 from backends.planner.ranking import LARGEST_MICRO_BATCH, Limits, Option, ladder, refusals
@@ -59,7 +60,8 @@ def choices(step: Step[Any], known: Lineage) -> Iterator[tuple[Step[Any], Option
     """The planner's ladder for a step under ``auto``: each rung as a step, with its figures.
 
     None while the model, the rows or the GPUs are not known. Raises ``ValueError`` for a stage that
-    is not training, for a model whose architecture the planner does not know and when nothing fits.
+    is not training, for a model whose architecture the planner does not know, for a link that no
+    GPU has, when every backend is refused and when nothing fits.
     """
     auto = step.backend
     assert isinstance(auto, Auto)
@@ -69,14 +71,19 @@ def choices(step: Step[Any], known: Lineage) -> Iterator[tuple[Step[Any], Option
         )
     if known.model is None or known.longest_conversation is None:
         return
-    if step.placement.obstacle(step.resources):
+    if auto.link is not None:
+        check_link(auto.link)
+    if obstacle(step):
         return
-    machine = step.placement.machine(step.resources, auto)
     asked = work(step.config, known)
+    machine, about_ranks = _machine(step, auto, asked.global_batch)
+    if step.resources.activation_offloading and machine.device == "cpu":
+        raise ValueError("activation_offloading needs device: cuda; host memory is all a CPU has")
     limits = Limits(
         margin_bytes=round(1e9 * auto.margin_gb),
         largest_micro_batch=step.resources.micro_batch_size or LARGEST_MICRO_BATCH,
         always_recompute=step.resources.gradient_checkpointing,
+        activation_offloading=step.resources.activation_offloading,
     )
     for rung in ladder(find_model(known.model), asked, machine, limits=limits):
         changed = rung.setup.resources.model_dump(
@@ -85,7 +92,33 @@ def choices(step: Step[Any], known: Lineage) -> Iterator[tuple[Step[Any], Option
         )  # fmt: skip
         resources = step.resources.model_copy(update=changed)
         update = {"backend": rung.setup.backend, "resources": resources}
-        yield step.model_copy(update=update), rung
+        yield step.model_copy(update=update), replace(rung, why=f"{rung.why}{about_ranks}")
+
+
+def obstacle(step: Step[Any]) -> str | None:
+    """Why this placement cannot have what a step under ``auto`` asks for. With ``ranks: all`` the
+    number of ranks is what there is, so that only a device or nodes can lack.
+    """
+    auto, resources = step.backend, step.resources
+    if isinstance(auto, Auto) and auto.ranks == "all":
+        resources = resources.model_copy(update={"ranks_per_node": 1})
+    return step.placement.obstacle(resources)
+
+
+def _machine(step: Step[Any], auto: Auto, global_batch: int) -> tuple[Machine, str]:
+    """(machine, a word about ranks that are left out). With ``ranks: all`` a global batch that does
+    not divide over all of them takes the largest number over which it does.
+    """
+    machine = step.placement.machine(step.resources, auto)
+    if auto.ranks == "given" or global_batch % machine.ranks == 0:
+        return machine, ""
+    ranks = next(n for n in range(machine.ranks_per_node, 0, -1) if global_batch % n == 0)
+    fewer = {"ranks_per_node": ranks, "device": machine.device}
+    given = auto.model_copy(update={"ranks": "given"})
+    smaller = step.placement.machine(step.resources.model_copy(update=fewer), given)
+    what = "GPUs" if machine.device == "cuda" else "cores"
+    words = f"; {ranks} of {machine.ranks} {what}, over which {global_batch} rows divide"
+    return smaller, words
 
 
 def refuse(step: Step[Any], known: Lineage) -> None:
@@ -107,7 +140,7 @@ def disk_bytes(step: Step[Any], known: Lineage) -> int | None:
         return None
     try:
         model = find_model(known.model)
-    except ValueError:  # an architecture that the planner does not know
+    except (ValueError, OSError):  # an architecture or a file that the planner cannot read
         return None
     element = 2 if config.load_dtype == "bfloat16" else 4
     trained = model.num_parameters
@@ -138,6 +171,7 @@ def work(config: Training, known: Lineage) -> Work:
         fused_norms=config.liger_kernel,
         fused_mlp=config.liger_kernel,
         reentrant=False,
+        experts="grouped",  # transformers 5's own
         double_quantisation=getattr(method, "double_quantisation", True),
     )
 

@@ -76,7 +76,7 @@ class Plan:
             fault = manifest.damage(self.out, done, self.identity)
             return f"{self.out} is damaged: {fault}; remove it to make it again" if fault else None
         if not self.remaining:
-            return self.step.placement.obstacle(self.step.resources)
+            return planning.obstacle(self.step)
         way = self.remaining[0]
         return (
             self.step.placement.obstacle(way.step.resources)

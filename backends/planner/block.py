@@ -241,12 +241,20 @@ class _Builder:
         v = self.tape.run((v,), size) if groups else v
         width = model.num_heads * self.layer.seq_length
         scores = self.tape.run((q, k), self.wide(width), saved=(q, k))
+        if model.attention_softcap:
+            scores = self.softcap(scores)
         scores = self.tape.run((scores,), self.wide(width))
         shares = self.tape.run((scores,), self.wide(width, element=FLOAT32), saves_output=True)
         if self.layer.compute < FLOAT32:
             shares = self.tape.run((shares,), self.wide(width))
         out = self.tape.run((shares, v), size, saved=(shares, v))
         return self.tape.run((out,), size)
+
+    def softcap(self, x: int) -> int:
+        """tanh(x / cap) * cap: the tanh saves its output."""
+        size = self.tape.sizes[x]
+        bounded = self.tape.run((x,), size, saves_output=True, forward_bytes=size)
+        return self.tape.run((bounded,), size)
 
     def mlp(self, x: int, width: int) -> int:
         if not self.model.gated:
@@ -314,8 +322,8 @@ class _Builder:
         """``loss`` is ``hf``, ``fused``, ``chunked``, or ``score`` for a head of one column."""
         model, layer = self.model, self.layer
         last = self.tape.value(self.wide(model.hidden_size, element=layer.residual))
-        hidden = self.norm(last, model.hidden_size)
-        hidden = self.cast(hidden, model.hidden_size)
+        normed = self.norm(last, model.hidden_size)
+        hidden = self.cast(normed, model.hidden_size)
         head = model.hidden_size * model.vocab_size
         trained = layer.gradient * head if layer.trains_base else 0
         kept = (hidden,) if layer.trains_base else ()
@@ -324,6 +332,7 @@ class _Builder:
             return self.tape
         if loss == "chunked":
             tile = min(layer.tokens, TILE_TOKENS) * model.hidden_size * (layer.compute + FLOAT32)
+            tile += tile * model.logit_softcap
             self.tape.run(
                 (hidden,),
                 0,
@@ -341,8 +350,10 @@ class _Builder:
             saved_bytes=layer.compute * head if layer.cast_weights else 0,
             weight_gradient=trained,
         )
+        if model.logit_softcap:
+            logits = self.softcap(logits)
         # The model's variables hold hidden states and logits until the forward pass returns.
-        held = 0 if layer.trains_base else self.tape.sizes[hidden]
+        held = 0 if layer.trains_base else self.tape.sizes[normed]
         if loss == "fused":
             logits = self.tape.run((logits,), whole, forward_bytes=held)
             shifted = whole - num_rows * model.vocab_size * FLOAT32

@@ -64,7 +64,7 @@ def _large_model(
     if fsdp is None:
         return None
     if not fsdp.fits:
-        return Rule(rule, False, f"{_name(fsdp)} lacks {gib(fsdp.short_by)}")
+        return Rule(rule, False, f"{_name(fsdp)} lacks {gib(fsdp.short_by)} of {fsdp.short_of}")
     return Rule(rule, _is_first(fsdp, ranked), f"{_name(fsdp)} {_place(fsdp, ranked)}")
 
 
@@ -79,7 +79,9 @@ def _small_card(
     if offloaded is None:
         return None
     if not offloaded.fits:
-        return Rule(rule, False, f"even that lacks {gib(offloaded.short_by)}")
+        return Rule(
+            rule, False, f"even that lacks {gib(offloaded.short_by)} of {offloaded.short_of}"
+        )
     if not plain:
         return Rule(rule, True, f"without offload nothing fits in {gib(machine.gpu.memory_bytes)}")
     best = plain[0]
@@ -112,7 +114,11 @@ def _network(model: Model, work: Work, machine: Machine, ranked: Sequence[Option
         f"{_link_name(machine)}"
     )
     if not ddp.fits:
-        return Rule(rule, _is_slow(machine), f"{numbers}, but DDP lacks {gib(ddp.short_by)}")
+        return Rule(
+            rule,
+            _is_slow(machine),
+            f"{numbers}, but DDP lacks {gib(ddp.short_by)} of {ddp.short_of}",
+        )
     faster = full.time.seconds / ddp.time.seconds
     agrees = faster < 1 / TIE if _is_slow(machine) else faster >= 1 / TIE
     return Rule(rule, agrees, f"{numbers}, and it takes {faster:.2f} times as long as DDP")
@@ -128,9 +134,17 @@ def _offload(model: Model, work: Work, machine: Machine, ranked: Sequence[Option
     if not (zero.fits or fsdp.fits):
         return Rule(rule, False, "neither DeepSpeed nor FSDP fits")
     if not zero.fits:
-        return Rule(rule, False, f"{_name(fsdp)} fits and {_name(zero)} lacks {gib(zero.short_by)}")
+        return Rule(
+            rule,
+            False,
+            f"{_name(fsdp)} fits and {_name(zero)} lacks {gib(zero.short_by)} of {zero.short_of}",
+        )
     if not fsdp.fits:
-        return Rule(rule, True, f"{_name(zero)} fits and {_name(fsdp)} lacks {gib(fsdp.short_by)}")
+        return Rule(
+            rule,
+            True,
+            f"{_name(zero)} fits and {_name(fsdp)} lacks {gib(fsdp.short_by)} of {fsdp.short_of}",
+        )
     slower = fsdp.time.seconds / zero.time.seconds
     numbers = f"{_name(fsdp)} takes {slower:.2f} times as long as {_name(zero)}"
     return Rule(rule, slower > TIE, numbers)
@@ -144,7 +158,11 @@ def _start_simple(
     if ddp is None or not ranked[0].fits:
         return None
     if not ddp.fits:
-        return Rule(rule, True, f"DDP lacks {gib(ddp.short_by)}, so {_name(ranked[0])} is next")
+        return Rule(
+            rule,
+            True,
+            f"DDP lacks {gib(ddp.short_by)} of {ddp.short_of}, so {_name(ranked[0])} is next",
+        )
     return Rule(rule, _is_first(ddp, ranked), f"DDP {_place(ddp, ranked)}")
 
 
@@ -173,6 +191,8 @@ def _place(option: Option, ranked: Sequence[Option]) -> str:
     if option is ranked[0]:
         return f"{fits} and is the first choice"
     slower = option.time.seconds / ranked[0].time.seconds
+    if slower < 1 / TIE:
+        return f"{fits} and takes {slower:.2f} of the time of {_name(ranked[0])}, which is simpler"
     if slower <= TIE:
         return f"{fits} and is as fast as {_name(ranked[0])}"
     return f"{fits} but takes {slower:.2f} times as long as {_name(ranked[0])}"

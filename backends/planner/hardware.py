@@ -128,6 +128,9 @@ class Machine:
         return min(threads, 0.7 * self.cpu_memory_bandwidth / self.ranks_per_node)
 
 
+UNHEARD_OF = 1e20
+"""Bytes, bytes a second and operations a second stay below it."""
+
 CPU_THREAD_BANDWIDTH = 6 * GB
 """What one thread of a server CPU streams through DeepSpeed's CPU Adam: 8 ranks of a thread each
 step 7.2e9 parameters in about 4 s (DeepSpeed#3901), at 28 bytes a parameter."""
@@ -266,7 +269,8 @@ def find_machine(
     """The machine called ``gpus``: ``8xH100``, ``H100``, ``2x24GB``, ``2x8xH100`` (nodes x GPUs),
     ``2xCPU``.
 
-    ``link`` and ``network`` are names (``link_names``, ``network_names``) or GB/s; ``host_memory``
+    ``link`` and ``network`` are names (``link_names``, ``network_names``), GB/s, or a rate with its
+    unit: ``50GB/s`` is bytes, ``400Gb/s``, ``400Gbit/s`` and ``25gbps`` are bits; ``host_memory``
     is bytes of one node; ``flops`` and ``memory`` (bytes a GPU) replace what is known; ``nvme`` is
     bytes a second. Raises ``ValueError`` for what is not known, with the nearest that is.
     """
@@ -348,13 +352,23 @@ def network_names() -> tuple[str, ...]:
 def _positive(what: str, value: float) -> float:
     if not value > 0:
         raise ValueError(f"{what} is {value} and must be more than zero")
+    if value < 1e-6:
+        raise ValueError(f"{what} is {value:g}, which is as good as none")
+    if not value < UNHEARD_OF:
+        raise ValueError(f"{what} is {value:g}, which no machine has")
     return float(value)
+
+
+def check_link(link: str | float) -> None:
+    """Raise ``ValueError`` for a link that no GPU has."""
+    find_machine("2xA100-80GB", link)
 
 
 def _count(text: str) -> tuple[int, int, str]:
     """(nodes, GPUs a node, name) out of ``2x8xH100``."""
-    found = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(?:(\d+)\s*[x*]\s*)?(.+)", text.strip().lower())
-    if not found or re.match(r"\d+\s*[x*]|[x*]", found[3]):
+    number = r"(?:([0-9]{1,6})\s*[x*]\s*)?"
+    found = re.fullmatch(number + number + "(.+)", text.strip().lower())
+    if not found or re.match(r"[0-9]+\s*[x*]|[x*]", found[3]):
         raise ValueError(
             f"--gpus {text!r} is not COUNTxNAME or NODESxCOUNTxNAME, as in 8xH100, 2x24GB, 2x8xH100"
         )
@@ -376,12 +390,14 @@ def _plain(name: str) -> tuple[str, int | None]:
 
 def _find_gpu(text: str) -> tuple[GPU, tuple[str, ...]]:
     """The card and what was supposed about it."""
-    if size := re.fullmatch(r"([\d.]+)\s*(gb|gib|g)", text):
+    if size := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(gb|gib|g)", text):
         return _by_memory(float(size[1]))
     plain, size = _plain(text)
     if plain == "cpu":
         return _cpu(1 * GB), ()
     alike = [gpu for gpu in _GPUS if _plain(gpu.name)[0] == plain]
+    if not alike and re.fullmatch(r"[0-9]{1,3}", text):
+        raise ValueError(f"GPU {text!r} is not known; did you mean its memory, {text}GB?")
     if not alike:
         names = {_plain(gpu.name)[0]: gpu.name for gpu in _GPUS}
         near = get_close_matches(plain, names, n=3, cutoff=0.4)
@@ -400,6 +416,8 @@ def _by_memory(gigabytes: float) -> tuple[GPU, tuple[str, ...]]:
     """A card of ``gigabytes``, as fast as the known card of the nearest size."""
     if not gigabytes > 0:
         raise ValueError(f"a GPU of {gigabytes:g} GB has no memory")
+    if gigabytes > 10_000:
+        raise ValueError(f"a GPU of {gigabytes:g} GB is more than any has")
     alike = min(_BY_MEMORY, key=lambda row: abs(row[0] - gigabytes))[1]
     gpu = next(gpu for gpu in _GPUS if gpu.name == alike)
     memory = int(gigabytes * 0.975 * GIB) if gigabytes <= 48 else int(gigabytes * 0.985 * GIB)
@@ -412,7 +430,7 @@ def _inside(gpu: GPU, link: str | float | None, ranks: int) -> tuple[Link, tuple
         found = _named_link(gpu, _usual_link(gpu, ranks))
         said = f"{found.name} between GPUs, {found.bytes_per_second / GB:.0f} GB/s"
         return found, (said,) if ranks > 1 else ()
-    number = _number(link)
+    number = _number("link", link)
     if number is not None:
         rate = _positive("link", number) * GB
         return Link(f"{number:g} GB/s", rate, overlap=_overlap(gpu, rate)), ()
@@ -460,7 +478,7 @@ def _between(
     gpu: GPU, network: str | float | None, nodes: int, ranks: int
 ) -> tuple[Link, tuple[str, ...]]:
     name = gpu.network if network is None else network
-    number = _number(name)
+    number = _number("network", name)
     if number is not None:
         rate = _positive("network", number) * GB
         return Link(f"{number:g} GB/s", rate, overlap=0.4, latency=60e-6), ()
@@ -474,9 +492,9 @@ def _named_network(name: str, ranks: int) -> Link:
     """Ethernet: one adapter a node, TCP reaches three quarters. InfiniBand: one adapter a GPU."""
     plain = re.sub(r"[-_ /]", "", name.lower())
     found = re.fullmatch(
-        r"(ethernet|eth|tcp|infiniband|ib|roce|efa)(\d+)(?:g|gb|gbit|gbits)?", plain
+        r"(ethernet|eth|tcp|infiniband|ib|roce|efa)([0-9]{1,5})(?:g|gb|gbit|gbits)?", plain
     )
-    found = found or re.fullmatch(r"()(\d+)g(?:b|be|bit|bits)?", plain)
+    found = found or re.fullmatch(r"()([0-9]{1,5})g(?:be|bit|bits)?", plain)
     if not found or int(found[2]) == 0:
         raise ValueError(_unknown("network", name, network_names()))
     rate = float(found[2]) / 8 * GB
@@ -495,11 +513,31 @@ def _host_link(gpu: GPU, link: Link) -> float:
     return min(whole, detour * link.bytes_per_second)
 
 
-def _number(text: str | float) -> float | None:
+BITS = ("Gb/s", "Gbps", "gbps", "Gbit/s", "gbit/s", "Gbits/s", "gbits/s", "GBit/s")
+BYTES = ("", "GB/s", "GBps", "GByte/s", "GBytes/s", "gbyte/s", "gbytes/s")
+
+
+def _number(what: str, text: str | float) -> float | None:
+    """GB/s of a number or a rate with its unit; ``None`` for a name.
+
+    Raises ``ValueError`` for a unit of which nobody can say whether it means bits or bytes.
+    """
     if isinstance(text, int | float):
         return float(text)
-    found = re.fullmatch(r"(-?[\d.]+)\s*(?:gb/s|gbps)?", text.strip().lower())
-    return float(found[1]) if found and found[1].count(".") < 2 else None
+    number = r"(-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"
+    found = re.fullmatch(number + r"\s*([A-Za-z/]*)", text.strip())
+    if not found:
+        return None
+    if found[2] in BYTES:
+        return float(found[1])
+    if found[2] in BITS:
+        return float(found[1]) / 8
+    if found[2].lower() in ("gb", *(unit.lower() for unit in BITS)):
+        raise ValueError(
+            f"{what} {text!r} may mean bits or bytes; write {found[1]}GB/s for bytes or "
+            f"{found[1]}Gbit/s for bits"
+        )
+    return None
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:

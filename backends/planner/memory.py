@@ -186,7 +186,7 @@ def memory(model: Model, work: Work, setup: Setup) -> Memory:
             worst.buffers,
         )
     ]
-    host, disk = _away(model, work, setup, spread, sizes)
+    host, disk = _away(model, work, setup, spread, sizes, copies)
     return Memory(
         sum(parts),
         *parts,
@@ -267,18 +267,18 @@ def _sizes(model: Model, work: Work, spread: Spread) -> Sizes:
     full = work.method == "full"
     element = (compute if spread.master else held) if full else FLOAT32
     gathered = compute if spread.computes_low or spread.master else held
-    base = held if full else compute
+    base = compute if work.method == "qlora" else held
     adapters = 0 if full else num_adapter_parameters(model, work)
     adapter_element = compute if spread.master else FLOAT32
     blocks, undivided, layer = _base_bytes(model, work, base)
-    outside = FLOAT32 if work.frozen_upcast and work.method == "qlora" else base
-    in_use = gathered if full else base
+    outside = FLOAT32 if work.frozen_upcast and work.method == "qlora" else held
+    in_use = base if work.method == "qlora" else gathered
     state = state_bytes(work.optimizer, FLOAT32 if spread.master else element)
     eight_bit = work.optimizer != "adamw"
     return Sizes(
         compute=compute,
         weights=blocks + outside * model.root_parameters + adapter_element * adapters,
-        root=(in_use if full else outside) * _root_in_use(model, spread),
+        root=(outside if work.method == "qlora" else in_use) * _root_in_use(model, spread),
         layer=layer * in_use / base,
         undivided=undivided,
         trained=model.num_parameters if full else adapters,
@@ -327,7 +327,7 @@ def _fsdp(work: Work, setup: Setup) -> Spread:
         weights=group,
         gradients=group,
         optimizer=group,
-        gathers=gathers if group > 1 else "nothing",
+        gathers=gathers,  # whole units are copies beside the shard, of one rank too
         whole_embedding=backend.whole_embedding,
         computes_low=True,
         weights_away=away,
@@ -366,11 +366,11 @@ SPREADS: dict[str, Callable[[Work, Setup], Spread]] = {
 
 
 def _weights_at_rest(model: Model, sizes: Sizes, spread: Spread) -> float:
-    if spread.weights_away:
-        return sizes.undivided
     whole = 0.0
     if spread.whole_embedding:
         whole = sizes.weights * model.num_embedding_parameters / model.num_parameters
+    if spread.weights_away:
+        return whole + sizes.undivided
     return whole + (sizes.weights - whole) / spread.weights + sizes.undivided
 
 
@@ -401,6 +401,10 @@ def _others(model: Model, copies: _Copies, sizes: Sizes, spread: Spread) -> floa
     """Frozen models in the compute type, divided as the policy's weights are."""
     if spread.weights_away:
         return 0.0
+    return _frozen_shard(model, copies, sizes, spread)
+
+
+def _frozen_shard(model: Model, copies: _Copies, sizes: Sizes, spread: Spread) -> float:
     return copies.frozen * sizes.compute * model.num_parameters / spread.weights
 
 
@@ -415,13 +419,14 @@ def num_tokens(work: Work, setup: Setup) -> int:
 
 def _layer(model: Model, work: Work, setup: Setup, spread: Spread, sizes: Sizes) -> Layer:
     full = work.method == "full"
-    casts = full and work.precision == "fp32-master" and not spread.computes_low
+    wide = work.precision == "fp32-master" and not spread.computes_low
+    casts = wide and work.method != "qlora"
     norms = work.loss != "hf" if work.fused_norms is None else work.fused_norms
     return Layer(
         tokens=num_tokens(work, setup),
         seq_length=work.seq_length,
         compute=sizes.compute,
-        residual=FLOAT32 if casts else sizes.compute,
+        residual=FLOAT32 if wide else sizes.compute,
         trains_base=full,
         cast_weights=casts,
         gradient=FLOAT32 if casts else sizes.compute,
@@ -524,7 +529,7 @@ def _casts(model: Model, sizes: Sizes, layer: Layer) -> float:
     """Autocast's copies of trained weights, kept while the forward pass lasts."""
     if layer.cast_weights and not layer.recomputes:
         return 0.0  # each is saved by its layer, and counted there
-    if layer.cast_weights:
+    if layer.cast_weights and layer.trains_base:  # casts of frozen weights are not cached
         return float(sizes.compute * model.num_block_parameters)
     return float(sizes.compute * sizes.trained) if layer.adapted and sizes.compute < 4 else 0.0
 
@@ -620,7 +625,7 @@ def _at_generation(
     """Rollouts: a KV cache of 2 * layers * kv_heads * head_dim elements a token, whole weights."""
     if work.stage not in ("ppo", "grpo"):
         return []
-    tokens = setup.micro_batch * (work.seq_length + work.new_tokens)
+    tokens = setup.micro_batch * work.seq_length  # prompt and answer
     cache = kv_cache_bytes(model, element=sizes.compute) * tokens
     logits = setup.micro_batch * model.vocab_size * (sizes.compute + FLOAT32)
     whole = _gathered(model, sizes, replace(spread, gathers="model"), layers=0)
@@ -637,16 +642,17 @@ def kv_cache_bytes(model: Model, *, element: int = 2) -> int:
 
 
 def _away(
-    model: Model, work: Work, setup: Setup, spread: Spread, sizes: Sizes
+    model: Model, work: Work, setup: Setup, spread: Spread, sizes: Sizes, copies: _Copies
 ) -> tuple[float, float]:
     """(host, disk) bytes of a node. DeepSpeed keeps 16 bytes a trained parameter on the host for
     the optimizer and 2 for the parameter, times 1.5; on NVMe up to 16 and 2, with buffers on the
-    host.
+    host. A critic is offloaded as the policy is, frozen models as its weights are.
     """
     node = setup.resources.ranks_per_node
     host = disk = 0.0
-    optimizer = (sizes.state + FLOAT32) * sizes.trained / spread.optimizer
-    weights = sizes.weights / spread.weights
+    optimizer = (sizes.state + FLOAT32) * sizes.trained / spread.optimizer * copies.policies
+    weights = sizes.weights / spread.weights * copies.policies
+    weights += _frozen_shard(model, copies, sizes, spread)
     factor = HOST_FACTOR if spread.master else 1.0
     buffers = NVME_BUFFERS * FLOAT32 * min(SUB_GROUP, sizes.trained / spread.optimizer)
     if spread.optimizer_away == "cpu" or (sizes.paged and not spread.optimizer_away):

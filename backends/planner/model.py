@@ -52,6 +52,12 @@ class Model:
     qk_norm: Literal["none", "head", "whole"] = "none"
     """Norms of queries and keys: none, one shared by the heads, one over all heads."""
 
+    logit_softcap: bool = False
+    """Logits go through a tanh, which saves its output."""
+
+    attention_softcap: bool = False
+    """Attention scores do; flash attention's kernels have it built in, eager attention saves it."""
+
     embedding_norm: bool = False
     position_rows: int = 0
     """Rows of a learned position embedding."""
@@ -238,11 +244,16 @@ def known_models() -> tuple[str, ...]:
 
 def read_config(config: HFConfig, *, name: str) -> Model:
     """The shape that a config.json describes. Raises ``ValueError`` when it cannot be told."""
+    name = _printable(name)
     if "model_type" not in config and "text_config" not in config:
         raise ValueError(f"{name}: the config has no model_type, so its shape cannot be read")
-    outer = config
-    config = config.get("text_config") or config
-    kind = config.get("model_type") or outer["model_type"]
+    inner = config.get("text_config")
+    if inner is not None and not isinstance(inner, Mapping):
+        raise ValueError(f"{name}: text_config is {_short(inner)} and must be an object")
+    kind = (inner or config).get("model_type") or config.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{name}: model_type is {_short(kind)} and must be text")
+    kind = _printable(kind)
     if kind not in READERS:
         near = get_close_matches(kind, READERS, n=3, cutoff=0.0)
         raise ValueError(
@@ -250,29 +261,129 @@ def read_config(config: HFConfig, *, name: str) -> Model:
             f"{', '.join(near)} (all: {', '.join(sorted(READERS))})"
         )
     try:
-        fields = READERS[kind](config)
+        fields = READERS[kind](_Read(inner or config))
     except KeyError as missing:
         raise ValueError(f"{name}: the {kind} config has no {missing}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     model = Model(name=name, architecture=kind, **fields)
     _check(model)
     return model
 
 
+class _Read(dict[str, Any]):
+    """A config whose values are checked as they are read. ``null`` is as good as nothing, but for
+    the caps of Gemma 2, where it says that there is none.
+    """
+
+    def __init__(self, config: HFConfig) -> None:
+        kept = {k: v for k, v in config.items() if v is not None or k in CAPS}
+        super().__init__(kept)
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        _check_value(key, value)
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
+CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
+SWITCHES = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "qkv_bias",
+    "use_bias",
+    "use_qkv_bias",
+    "new_decoder_architecture",
+    "multi_query",
+    "parallel_attn",
+    "bias",
+    "multi_query_attention",
+    "add_bias_linear",
+    "add_qkv_bias",
+)
+MAY_BE_ZERO = ("shared_expert_intermediate_size",)
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+MOST_LAYERS, MOST = 10_000, 10**9
+
+
+def _check_value(key: str, value: Any) -> None:
+    """Raise ``ValueError`` unless ``value`` is of the kind that ``key`` has: most are counts."""
+    if key in CAPS:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < MOST):
+            raise ValueError(f"{key} is {_short(value)} and must be a number above zero or null")
+    elif key in SWITCHES:
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} is {_short(value)} and must be true or false")
+    elif key == "mlp_only_layers":
+        if not isinstance(value, list) or not all(type(each) is int for each in value):
+            raise ValueError(f"{key} is {_short(value)} and must be a list of layers")
+    else:
+        least, most = int(key not in MAY_BE_ZERO), MOST_LAYERS if key in LAYERS else MOST
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(
+                f"{key} is {_short(value)} and must be a whole number from {least} to {most}"
+            )
+
+
+def _short(value: Any) -> str:
+    """``value`` as JSON, on one line and not long."""
+    text = _printable(json.dumps(value, default=repr))
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _printable(text: str) -> str:
+    """Control characters as Python would write them, so that an answer keeps its lines."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def _check(model: Model) -> None:
-    for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size"):
-        value = getattr(model, field)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{model.name}: {field} is {value!r} and must be a positive integer")
+    """What no single key can tell."""
+    if model.num_heads % model.num_kv_heads:
+        raise ValueError(
+            f"{model.name}: {model.num_heads} attention heads do not divide over "
+            f"num_key_value_heads {model.num_kv_heads}"
+        )
+    if model.num_active_experts > model.num_experts:
+        raise ValueError(
+            f"{model.name}: num_experts_per_tok is {model.num_active_experts}, and there are "
+            f"{model.num_experts} experts"
+        )
+
+
+def _head_dim(config: HFConfig, hidden: int, heads: int, key: str = "head_dim") -> int:
+    """Named, or an equal share of the hidden size."""
+    if (named := config.get(key)) is not None:
+        return named
+    if hidden % heads:
+        raise ValueError(
+            f"hidden_size {hidden} does not divide over {heads} attention heads, and the config "
+            f"has no {key}"
+        )
+    return hidden // heads
 
 
 def _from_file(path: Path) -> Model:
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON config: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: a config.json holds one object, not a {type(config).__name__}")
-    return read_config(config, name=config.get("_name_or_path") or path.resolve().parent.name)
+    named = config.get("_name_or_path")
+    name = named if named and isinstance(named, str) else path.resolve().parent.name
+    return read_config(config, name=name)
+
+
+def _no_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number of a shape")
 
 
 def _plain(name: str) -> str:
@@ -317,7 +428,7 @@ def _common(config: HFConfig, *, tied: bool = False, kv_heads: int | None = None
         "mlp_width": config["intermediate_size"],
         "num_heads": heads,
         "num_kv_heads": _given(config, "num_key_value_heads", kv_heads or heads),
-        "head_dim": _given(config, "head_dim", hidden // heads),
+        "head_dim": _head_dim(config, hidden, heads),
         "vocab_size": config["vocab_size"],
         "max_positions": _given(config, "max_position_embeddings", 2048),
         "tied": _given(config, "tie_word_embeddings", tied),
@@ -368,7 +479,7 @@ def _qwen(config: HFConfig) -> dict[str, Any]:
         "mlp_width": config["intermediate_size"] // 2,
         "num_heads": heads,
         "num_kv_heads": heads,
-        "head_dim": _given(config, "kv_channels", hidden // heads),
+        "head_dim": _head_dim(config, hidden, heads, "kv_channels"),
         "vocab_size": config["vocab_size"],
         "max_positions": _given(config, "max_position_embeddings", 8192),
         "tied": _given(config, "tie_word_embeddings", False),
@@ -395,8 +506,7 @@ def _qwen2_moe(config: HFConfig) -> dict[str, Any]:
 
 def _qwen3(config: HFConfig) -> dict[str, Any]:
     bias = _given(config, "attention_bias", False)
-    return _common(config) | {
-        "head_dim": _given(config, "head_dim", 128),
+    return _common(_Read({"head_dim": 128, **config})) | {
         "qkv_bias": bias,
         "out_bias": bias,
         "qk_norm": "head",
@@ -409,7 +519,7 @@ def _qwen3_moe(config: HFConfig) -> dict[str, Any]:
         _qwen3(config)
         | _experts(config, "num_experts", "moe_intermediate_size")
         | {
-            "head_dim": _given(config, "head_dim", hidden // heads),
+            "head_dim": _head_dim(config, hidden, heads),
             "num_dense_layers": _dense_layers(config),
         }
     )
@@ -417,8 +527,7 @@ def _qwen3_moe(config: HFConfig) -> dict[str, Any]:
 
 def _gemma(config: HFConfig) -> dict[str, Any]:
     bias = _given(config, "attention_bias", False)
-    return _common(config, tied=True) | {
-        "head_dim": _given(config, "head_dim", 256),
+    return _common(_Read({"head_dim": 256, **config}), tied=True) | {
         "qkv_bias": bias,
         "out_bias": bias,
     }
@@ -426,13 +535,25 @@ def _gemma(config: HFConfig) -> dict[str, Any]:
 
 def _gemma2(config: HFConfig) -> dict[str, Any]:
     """Norms before and after both halves of a layer."""
-    return _gemma({"num_key_value_heads": 4, **config}) | {"norms_per_layer": 4}
+    return (
+        _gemma(_Read({"num_key_value_heads": 4, **config}))
+        | {"norms_per_layer": 4}
+        | _softcaps(config, True)
+    )
+
+
+def _softcaps(config: HFConfig, default: bool) -> dict[str, bool]:
+    """A cap that is ``null`` is off; one that is not named is what the architecture has."""
+    return {
+        "logit_softcap": bool(config.get("final_logit_softcapping", default)),
+        "attention_softcap": bool(config.get("attn_logit_softcapping", default)),
+    }
 
 
 def _gemma3(config: HFConfig) -> dict[str, Any]:
     """The text model; a vision tower is not counted. Its 4B's config leaves out defaults."""
     defaults = {"num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072}
-    return _gemma2(defaults | dict(config)) | {"qk_norm": "head"}
+    return _gemma2(_Read(defaults | dict(config))) | _softcaps(config, False) | {"qk_norm": "head"}
 
 
 def _phi(config: HFConfig) -> dict[str, Any]:
@@ -497,7 +618,7 @@ def _falcon(config: HFConfig) -> dict[str, Any]:
         "mlp_width": _given(config, "ffn_hidden_size", 4 * hidden),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": hidden // heads,
+        "head_dim": _head_dim(config, hidden, heads),
         "vocab_size": config["vocab_size"],
         "max_positions": _given(config, "max_position_embeddings", 2048),
         "tied": _given(config, "tie_word_embeddings", True),
@@ -515,7 +636,7 @@ def _gpt2(config: HFConfig) -> dict[str, Any]:
         "mlp_width": _given(config, "n_inner", 4 * hidden),
         "num_heads": heads,
         "num_kv_heads": heads,
-        "head_dim": hidden // heads,
+        "head_dim": _head_dim(config, hidden, heads),
         "vocab_size": config["vocab_size"],
         "max_positions": positions,
         "position_rows": positions,
@@ -530,15 +651,15 @@ def _gpt_neox(config: HFConfig) -> dict[str, Any]:
 
 
 def _bloom(config: HFConfig) -> dict[str, Any]:
-    hidden = _given(config, "hidden_size", config.get("n_embed"))
-    heads = _given(config, "n_head", config.get("num_attention_heads"))
+    hidden = config["hidden_size" if "hidden_size" in config else "n_embed"]
+    heads = config["n_head" if "n_head" in config else "num_attention_heads"]
     fields = {
-        "num_layers": _given(config, "n_layer", config.get("num_hidden_layers")),
+        "num_layers": config["n_layer" if "n_layer" in config else "num_hidden_layers"],
         "hidden_size": hidden,
         "mlp_width": 4 * hidden,
         "num_heads": heads,
         "num_kv_heads": heads,
-        "head_dim": hidden // heads,
+        "head_dim": _head_dim(config, hidden, heads),
         "vocab_size": config["vocab_size"],
         "tied": _given(config, "tie_word_embeddings", True),
         "embedding_norm": True,
@@ -548,7 +669,7 @@ def _bloom(config: HFConfig) -> dict[str, Any]:
 
 def _opt(config: HFConfig) -> dict[str, Any]:
     """Learned positions start at row 2. A projected embedding (350M) is not covered."""
-    common = _common({"intermediate_size": config.get("ffn_dim"), **config}, tied=True)
+    common = _common(_Read({"intermediate_size": config.get("ffn_dim"), **config}), tied=True)
     rows = common["max_positions"] + 2
     fields = {"position_rows": rows, "num_kv_heads": common["num_heads"]}
     return _ungated(common) | _layer_norm() | fields

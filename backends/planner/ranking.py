@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources, split_batch
+from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources
 from backends.planner.hardware import GB, Machine, gib
 from backends.planner.memory import Memory, memory
 from backends.planner.model import Model
@@ -26,6 +27,13 @@ speed to be put before a plan without."""
 
 LARGEST_MICRO_BATCH = 128
 
+HOST_SHARE = 0.9
+"""Of host memory, what a plan may take: the rest is the system's, the data loaders' and the page
+cache's, in which checkpoints are written."""
+
+LEAST_GAIN = 0.01
+"""A plan that needs less than this share less is no step down."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -40,6 +48,9 @@ class Limits:
 
     nvme_path: Path | None = None
     """Directory on a fast disk; without one nothing is offloaded to disk."""
+
+    activation_offloading: bool = False
+    """Keep checkpoints in host memory."""
 
     @property
     def recompute(self) -> tuple[bool, ...]:
@@ -60,6 +71,9 @@ class Option:
     fits: bool
     short_by: int
     """Bytes that lack on the GPU or, where the GPU suffices, in host memory; 0 when it fits."""
+
+    short_of: Literal["GPU memory", "host memory"] | None
+    """Where they lack."""
 
     why: str
     """Its place in the ranking in words; what would make it fit, where it does not."""
@@ -86,22 +100,32 @@ def options(
     """Every backend option with its best micro-batch: what fits, fastest first, then what does not,
     nearest to fitting first. ``margin_bytes`` stands for that of ``limits``.
 
-    Raises ``ValueError`` when the global batch does not divide over the ranks, or when ``work``
-    contradicts itself.
+    Raises ``ValueError`` when the global batch does not divide over the ranks, when ``work``
+    contradicts itself, and when every backend is refused.
     """
     if reason := contradiction(work):
         raise ValueError(reason)
     if margin_bytes is not None:
         limits = replace(limits, margin_bytes=margin_bytes)
-    found = [
-        _best(model, work, backend, machine, limits) for backend in backends(work, machine, limits)
-    ]
+    allowed = backends(work, machine, limits)
+    if not allowed:
+        raise ValueError(_nothing_allowed(work, machine, limits))
+    found = [_best(model, work, backend, machine, limits) for backend in allowed]
     fitting = _ranked([option for option in found if option.fits], machine)
     lacking = sorted((option for option in found if not option.fits), key=_lack)
     return (
         *_placed(fitting),
         *(_mended(option, model, work, machine, limits) for option in lacking),
     )
+
+
+def _nothing_allowed(work: Work, machine: Machine, limits: Limits) -> str:
+    """Every reason once, with the backends that it is about."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refused(work, machine, limits):
+        names.setdefault(reason, []).append(name)
+    reasons = "; ".join(f"{', '.join(about)}: {reason}" for reason, about in names.items())
+    return f"no backend may be combined with this work on {machine.name}: {reasons}"
 
 
 def ladder(
@@ -115,9 +139,10 @@ def ladder(
     """The plans to try one after another when memory runs out, from ``first`` or the best plan.
 
     Smaller micro-batches with more accumulation, then checkpointing, then the backends in the
-    order DDP, FSDP shard-grad-op, full shard, ZeRO-3, offload. Each needs strictly less GPU
+    order DDP, FSDP shard-grad-op, full shard, ZeRO-3, offload. Each needs at least 1 % less GPU
     memory than the one before and, where such a plan exists, at most 0.9 of it; the global batch
-    is the same in all. Raises ``ValueError`` when no ``first`` is given and nothing fits.
+    is the same in all. Raises ``ValueError`` when no ``first`` is given and nothing fits or every
+    backend is refused.
     """
     rungs = [first or _first(model, work, machine, limits)]
     while found := _next_rung(rungs[-1], model, work, machine, limits):
@@ -130,7 +155,7 @@ def _first(model: Model, work: Work, machine: Machine, limits: Limits) -> Option
     if not best.fits:
         raise ValueError(
             f"nothing fits {model.name} on {machine.name}: {describe(best.setup.backend)} comes "
-            f"nearest, {gib(best.short_by)} short; {best.why}"
+            f"nearest, {gib(best.short_by)} of {best.short_of} short; {best.why}"
         )
     return best
 
@@ -146,16 +171,22 @@ def judge(
     """Memory, time and verdict of one given set-up."""
     need = memory(model, work, setup)
     gpu_lack = need.total + limits.margin_bytes - machine.gpu.memory_bytes
-    host_lack = need.host_bytes - machine.host_memory_bytes if machine.device == "cuda" else 0
+    host_lack = need.host_bytes - usable_host_bytes(machine) if machine.device == "cuda" else 0
     lack = max(0, gpu_lack) or max(0, host_lack)
     time = step_time(model, work, setup, machine)
     why = f"{time.binds} binds"
     if gpu_lack <= 0 < host_lack:
         why = (
-            f"needs {gib(need.host_bytes)} of host memory a node, of "
-            f"{gib(machine.host_memory_bytes)}"
+            f"needs {gib(need.host_bytes)} of host memory a node, and {HOST_SHARE:.0%} of "
+            f"{gib(machine.host_memory_bytes)} are for it"
         )
-    return Option(setup, accumulation(work, setup), need, time, lack == 0, int(lack), why)
+    short_of = "GPU memory" if gpu_lack > 0 else "host memory" if host_lack > 0 else None
+    return Option(setup, accumulation(work, setup), need, time, lack == 0, int(lack), short_of, why)
+
+
+def usable_host_bytes(machine: Machine) -> int:
+    """Of a node's memory, what plans may take."""
+    return int(HOST_SHARE * machine.host_memory_bytes)
 
 
 def reserved_bytes(option: Option, work: Work) -> float:
@@ -176,10 +207,15 @@ def reserved_bytes(option: Option, work: Work) -> float:
 
 def micro_batches(work: Work, machine: Machine, limits: Limits = DEFAULTS) -> tuple[int, ...]:
     """Micro-batches that divide the global batch over the ranks, small ones first."""
-    resources = Resources(
-        nodes=machine.nodes, ranks_per_node=machine.ranks_per_node, micro_batch_size=1
-    )
-    _, rows = split_batch(work.global_batch, resources)
+    rows, rest = divmod(work.global_batch, machine.ranks)
+    if rest or not rows:
+        near = sorted({max(1, rows) * machine.ranks, (rows + 1) * machine.ranks})
+        near = near[:1] if not rows else near
+        raise ValueError(
+            f"a global batch of {work.global_batch} rows does not divide over {machine.ranks} "
+            f"ranks; the nearest that {'does is' if len(near) == 1 else 'do are'} "
+            f"{' and '.join(map(str, near))}"
+        )
     largest = min(rows, limits.largest_micro_batch)
     return tuple(micro for micro in range(1, largest + 1) if rows % micro == 0)
 
@@ -187,13 +223,15 @@ def micro_batches(work: Work, machine: Machine, limits: Limits = DEFAULTS) -> tu
 def backends(work: Work, machine: Machine, limits: Limits = DEFAULTS) -> tuple[NamedBackend, ...]:
     """Backend options that make sense for ``work`` on ``machine`` and may be combined with it."""
     found = tuple(_every_backend(work, machine, limits.nvme_path))
-    return tuple(b for b in found if refusals(work, _setup(b, machine, 1, True)) is None)
+    away = limits.activation_offloading
+    return tuple(b for b in found if refusals(work, _setup(b, machine, 1, True, away)) is None)
 
 
 def refused(work: Work, machine: Machine, limits: Limits = DEFAULTS) -> tuple[tuple[str, str], ...]:
     """(backend, reason) of those that may not be combined with ``work``."""
     every = _every_backend(work, machine, limits.nvme_path)
-    asked = [(describe(b), refusals(work, _setup(b, machine, 1, True))) for b in every]
+    away = limits.activation_offloading
+    asked = [(describe(b), refusals(work, _setup(b, machine, 1, True, away))) for b in every]
     return tuple((name, reason) for name, reason in asked if reason is not None)
 
 
@@ -228,13 +266,20 @@ def _every_backend(work: Work, machine: Machine, nvme_path: Path | None) -> Iter
         )
 
 
-def _setup(backend: NamedBackend, machine: Machine, micro: int, checkpointing: bool) -> Setup:
+def _setup(
+    backend: NamedBackend,
+    machine: Machine,
+    micro: int,
+    checkpointing: bool,
+    activation_offloading: bool = False,
+) -> Setup:
     resources = Resources(
         nodes=machine.nodes,
         ranks_per_node=machine.ranks_per_node,
         device=machine.device,
         micro_batch_size=micro,
         gradient_checkpointing=checkpointing,
+        activation_offloading=activation_offloading,
     )
     return Setup(backend, resources)
 
@@ -393,16 +438,17 @@ def _best(
     Memory grows with the micro-batch, so the first that is too large ends the search.
     """
     micros = micro_batches(work, machine, limits)
+    away = limits.activation_offloading
     fitting = []
     for recompute in limits.recompute:
         for micro in micros:
-            setup = _setup(backend, machine, micro, recompute)
+            setup = _setup(backend, machine, micro, recompute, away)
             option = judge(model, work, setup, machine, limits=limits)
             if not option.fits:
                 break
             fitting.append(option)
     if not fitting:
-        return judge(model, work, _setup(backend, machine, 1, True), machine, limits=limits)
+        return judge(model, work, _setup(backend, machine, 1, True, away), machine, limits=limits)
     fastest = min(option.time.seconds for option in fitting)
     even = [option for option in fitting if option.time.seconds <= 1.01 * fastest]
     return min(even, key=lambda option: option.memory.total)
@@ -418,7 +464,19 @@ def _ranked(fitting: Sequence[Option], machine: Machine) -> tuple[Option, ...]:
         group = [option for option in rest if _cautious_seconds(option) <= limit]
         ranked += sorted(group, key=_simplicity)
         rest = rest[len(group) :]
-    return tuple(ranked)
+    return _simplest_first(ranked, tie)
+
+
+def _simplest_first(ranked: list[Option], tie: float) -> tuple[Option, ...]:
+    """Who goes first may itself be slower than the fastest: what is simpler and even with it has
+    the same claim.
+    """
+    if not ranked:
+        return ()
+    limit = tie * _cautious_seconds(ranked[0])
+    even = [option for option in ranked if _cautious_seconds(option) <= limit]
+    first = min(even, key=_simplicity)
+    return (first, *(option for option in ranked if option is not first))
 
 
 def _cautious_seconds(option: Option) -> float:
@@ -438,21 +496,28 @@ def offloads(option: Option) -> bool:
 
 def _placed(ranked: Sequence[Option]) -> Iterator[Option]:
     for place, option in enumerate(ranked):
-        if place == 0:
-            limit = TIE * _cautious_seconds(option)
-            even = any(_cautious_seconds(other) <= limit for other in ranked[1:])
-            words = "the simplest of the fastest" if even else "the fastest that fits"
-        else:
-            words = _beside_first(option.time.seconds / ranked[0].time.seconds)
+        first = place == 0
+        words = _about_first(option, ranked[1:]) if first else _beside_first(option, ranked[0])
         yield replace(option, why=f"{words}; {option.time.binds} binds")
 
 
-def _beside_first(slower: float) -> str:
+def _about_first(first: Option, others: Sequence[Option]) -> str:
+    fastest = min([*others, first], key=_cautious_seconds)
+    if fastest is first or offloads(fastest):
+        return "the fastest that fits"
+    slower = first.time.seconds / fastest.time.seconds - 1
+    return f"simpler than {describe(fastest.setup.backend)}, which is {slower:.1%} faster"
+
+
+def _beside_first(option: Option, first: Option) -> str:
+    slower = option.time.seconds / first.time.seconds
     if slower > TIE:
         return f"takes {slower:.2f} times as long as the first"
-    if slower < 1 / TIE:
+    if slower >= 1 / TIE:
+        return "as fast as the first"
+    if offloads(option) and not offloads(first):
         return f"may take {slower:.2f} of the first's time, if the host keeps up"
-    return "as fast as the first"
+    return f"takes {slower:.2f} of the first's time and is less simple"
 
 
 def _lack(option: Option) -> tuple[int, int]:
@@ -477,7 +542,8 @@ def _mended(option: Option, model: Model, work: Work, machine: Machine, limits: 
 
 def _changes(work: Work, setup: Setup, machine: Machine) -> Iterator[Change]:
     """The cheapest first: what costs nothing, some accuracy, the method, more GPUs, time."""
-    small = _setup(setup.backend, machine, 1, True)
+    away = setup.resources.activation_offloading
+    small = _setup(setup.backend, machine, 1, True, away)
     if work.loss != "chunked":
         yield Change("the chunked loss", replace(work, loss="chunked"), small, machine)
     if work.optimizer == "adamw" and work.method == "full":
@@ -493,7 +559,7 @@ def _changes(work: Work, setup: Setup, machine: Machine) -> Iterator[Change]:
         more = _more_gpus(machine, times)
         if work.global_batch % more.ranks == 0:
             words = f"{more.ranks} GPUs"
-            yield Change(words, work, _setup(setup.backend, more, 1, True), more)
+            yield Change(words, work, _setup(setup.backend, more, 1, True, away), more)
     for offloaded in _offloaded(setup.backend, machine):
         words = f"offload ({describe(offloaded)})"
         yield Change(words, work, _setup(offloaded, machine, 1, True), machine)
@@ -566,8 +632,9 @@ def _next_rung(
 
 def _is_lower(option: Option, last: Option, machine: Machine) -> bool:
     on_gpu = machine.device == "cuda"
-    host_suffices = not on_gpu or option.memory.host_bytes <= machine.host_memory_bytes
-    return option.memory.total < last.memory.total and host_suffices
+    host_suffices = not on_gpu or option.memory.host_bytes <= usable_host_bytes(machine)
+    gains = option.memory.total <= (1 - LEAST_GAIN) * last.memory.total
+    return gains and host_suffices
 
 
 def _saved(last: Option, chosen: Option) -> str:
@@ -578,16 +645,17 @@ def _steps(last: Option, work: Work, machine: Machine, limits: Limits) -> Iterat
     """Sets of plans to look into, each with the larger micro-batches first."""
     backend, resources = last.setup.backend, last.setup.resources
     down = micro_batches(work, machine, limits)[::-1]
+    away = limits.activation_offloading
     recompute = resources.gradient_checkpointing
     less = [micro for micro in down if micro < last.setup.micro_batch]
-    yield [_setup(backend, machine, micro, recompute) for micro in less]
+    yield [_setup(backend, machine, micro, recompute, away) for micro in less]
     if not recompute:
         no_more = [micro for micro in down if micro <= last.setup.micro_batch]
-        yield [_setup(backend, machine, micro, True) for micro in no_more]
+        yield [_setup(backend, machine, micro, True, away) for micro in no_more]
     allowed = backends(work, machine, limits)
     for later in _later(backend, limits.nvme_path):
         if later in allowed:
-            yield [_setup(later, machine, micro, True) for micro in down]
+            yield [_setup(later, machine, micro, True, away) for micro in down]
 
 
 def _later(backend: NamedBackend, nvme_path: Path | None) -> tuple[NamedBackend, ...]:

@@ -54,6 +54,24 @@ CPU_LAUNCH = 2e-3
 """The same on a CPU, where nothing hides it: a row of 40 tokens takes 1.7 to 3.6 times a sixteenth
 of sixteen rows in small Llamas of 2 to 8 layers on one thread."""
 
+EXPERT_LAUNCH = 0.25e-3
+"""Seconds in which Python runs one expert of a loop forward, its shares of recomputation and
+backward alike: find its tokens, which waits for the GPU, take them, three products, activation and
+weighing, add them back. Some twenty launches; a whole layer has as many again in attention and
+norms. So transformers 4 computes a mixture, whose experts are modules of their own."""
+
+GATHER_HOOK = 0.8e-3
+"""Seconds of ZeRO-3's hooks around a module in one pass: gather its weights, which no trace can
+fetch ahead since the visited experts change, wait, release. Three modules an expert are most of the
+91.2 s of Qwen3-30B-A3B on 16 A800 (Megatron-SWIFT's documentation, "Benchmark"), where Megatron
+takes 9.6; DeepSpeed#6649 finds the same hooks to bind a mixture of 64 experts. That one row says
+how long, against 14B dense ones of the same page; for other machines it is an order of magnitude.
+"""
+
+GROUPED_RATE = 0.5
+"""Share of the dense rate that grouped products over stacked experts reach: tiles of a few hundred
+tokens fill a GPU badly, and every token is copied to its experts and back."""
+
 EAGER_TRAFFIC = 20
 """Bytes that eager attention moves for a score in a forward pass: written, masked, softened in
 float32 and cast back; backward moves twice as much."""
@@ -176,7 +194,9 @@ def step_time(model: Model, work: Work, setup: Setup, machine: Machine) -> StepT
         seconds=seconds,
         **parts,
         tokens_per_second_per_gpu=tokens / seconds,
-        binds=_binds(parts, k * host.micro, host.step, setup, machine),
+        binds=_binds(parts, k * host.micro, host.step, setup, machine)
+        if not _experts_bind(parts, model, work, setup, machine)
+        else "expert dispatch",
     )
 
 
@@ -251,6 +271,7 @@ def arithmetic(model: Model, work: Work, setup: Setup, machine: Machine) -> Pass
     rate = machine.gpu.flops / (slow * _narrowness(model, machine))
     operations = forward_flops(model, tokens, work.seq_length)
     layers, attention, head = (each / rate for each in operations)
+    layers += _dispatch(model, work, setup, tokens, rate)
     attention += _score_seconds(model, work, tokens, machine)
     once = layers + attention + head
     recompute = layers + attention if setup.resources.gradient_checkpointing else 0.0
@@ -258,13 +279,40 @@ def arithmetic(model: Model, work: Work, setup: Setup, machine: Machine) -> Pass
     gradients = once + attention if work.method in ADAPTERS else 2 * once
     factor = _method_factor(work) * _hooks(setup)
     unpack = _dequantisation(model, work, machine)
-    trained = 2 if work.stage == "ppo" else 1  # policy and critic
+    trained = _trained_models(work)
     passes = Passes(
         forward=trained * (factor * once + unpack),
         backward=trained * (factor * (recompute + gradients) + unpack * (2 if recompute else 1)),
         others=_other_forwards(work) * (once + unpack),
     )
     return _no_faster_than_python(passes, model, setup, machine)
+
+
+def _dispatch(model: Model, work: Work, setup: Setup, tokens: float, rate: float) -> float:
+    """Seconds that the experts of one forward pass take beyond their operations at full rate."""
+    if not model.is_mixture:
+        return 0.0
+    visits = model.num_mixture_layers * model.num_active_experts * tokens
+    slower = 2.0 * visits * model.expert_parameters / rate * (1 / GROUPED_RATE - 1)
+    if work.experts == "grouped":
+        return slower
+    backend = setup.backend
+    hooked = isinstance(backend, DeepSpeed) and backend.zero_stage == 3
+    each = EXPERT_LAUNCH + hooked * model.num_matrices * GATHER_HOOK
+    met = min(model.num_experts, model.num_active_experts * tokens)
+    return max(slower, model.num_mixture_layers * met * each)
+
+
+def _experts_bind(
+    parts: dict[str, float], model: Model, work: Work, setup: Setup, machine: Machine
+) -> bool:
+    """Whether dispatching experts takes most of the part that is largest, arithmetic."""
+    if not model.is_mixture or max(parts, key=lambda part: parts[part]) != "compute":
+        return False
+    tokens = setup.micro_batch * row_tokens(work)
+    rate = machine.gpu.flops / _narrowness(model, machine)
+    useful = sum(forward_flops(model, tokens, work.seq_length)) / rate
+    return _dispatch(model, work, setup, tokens, rate) > useful
 
 
 def _score_seconds(model: Model, work: Work, tokens: float, machine: Machine) -> float:
@@ -322,7 +370,7 @@ def _no_faster_than_python(passes: Passes, model: Model, setup: Setup, machine: 
 def optimizer(model: Model, work: Work, setup: Setup, machine: Machine) -> float:
     """Seconds of the optimizer's step where it runs on the GPU: memory traffic, no arithmetic."""
     backend = setup.backend
-    trained = trained_parameters(model, work) * (2 if work.stage == "ppo" else 1)
+    trained = trained_parameters(model, work) * _trained_models(work)
     width = 2 if work.precision == "bf16" and work.method == "full" else 4
     traffic = width * OPTIMIZER_TRAFFIC[work.optimizer]
     match backend:
@@ -353,7 +401,7 @@ def shard_ranks(setup: Setup) -> int:
 
 def traffic(model: Model, work: Work, setup: Setup) -> Traffic:
     """What a micro-step and an optimizer step move; PPO trains a critic beside the policy."""
-    trained_models = 2 if work.stage == "ppo" else 1
+    trained_models = _trained_models(work)
     weights = trained_models * weight_bytes(model, work)
     root = trained_models * root_bytes(model, work)
     trained = float(trained_models * trained_parameters(model, work))
@@ -491,11 +539,24 @@ def ring(size: float, ranks: int, machine: Machine, collectives: int) -> tuple[f
     if size <= 0 or ranks < 2:
         return 0.0, machine.link
     inside = min(ranks, machine.ranks_per_node)
-    nodes = max(1, ranks // machine.ranks_per_node)
+    nodes, groups = _spanned(ranks, machine)
     local = size * (inside - 1) / inside / machine.link.bytes_per_second
-    remote = size * (nodes - 1) / nodes / machine.network.bytes_per_second
+    remote = groups * size * (nodes - 1) / nodes / machine.network.bytes_per_second
     link = machine.network if remote > local else machine.link
     return max(local, remote) + collectives * link.latency, link
+
+
+def _spanned(ranks: int, machine: Machine) -> tuple[int, int]:
+    """(nodes that a group of consecutive ranks spans, such groups that share a node's adapters).
+
+    A group that does not fill whole nodes, nor divides one, lies across a border with its
+    neighbour.
+    """
+    per_node = machine.ranks_per_node
+    nodes = -(-ranks // per_node)
+    if ranks % per_node == 0 or (nodes == 1 and per_node % ranks == 0) or machine.nodes == 1:
+        return nodes, 1
+    return max(2, nodes), 2
 
 
 def between_groups(size: float, group: int, machine: Machine) -> float:
@@ -503,12 +564,12 @@ def between_groups(size: float, group: int, machine: Machine) -> float:
     groups = machine.ranks // group
     if size <= 0 or groups < 2:
         return 0.0
-    inside_node = group < machine.ranks_per_node
-    within = size / group * (groups - 1) / groups / machine.link.bytes_per_second
-    if inside_node and machine.nodes == 1:
-        return within
-    nodes = machine.nodes * group // max(group, machine.ranks_per_node)
-    return size * (nodes - 1) / nodes / machine.network.bytes_per_second
+    if machine.nodes == 1:
+        return size / group * (groups - 1) / groups / machine.link.bytes_per_second
+    # A node holds its ranks' shards; replicas inside a node are summed before anything leaves it.
+    held = size * min(1.0, machine.ranks_per_node / group)
+    replicas = groups if group >= machine.ranks_per_node else machine.nodes
+    return held * (replicas - 1) / replicas / machine.network.bytes_per_second
 
 
 # --- offload and generation ----------------------------------------------------------------------
@@ -531,9 +592,10 @@ def offload(model: Model, work: Work, setup: Setup, machine: Machine, idle: floa
 def _fsdp_offload(model: Model, work: Work, setup: Setup, machine: Machine, idle: float) -> Exposed:
     """Pinned copies block by block, which hide under arithmetic; PyTorch's AdamW on the CPU."""
     ranks = shard_ranks(setup)
-    trained = trained_parameters(model, work) / ranks
-    stored = 2 if work.precision == "fp32-master" and work.method == "full" else 1
-    copies = 2 * stored * weight_bytes(model, work) / ranks / machine.host_link
+    trained = _trained_models(work) * trained_parameters(model, work) / ranks
+    stored = 2 if work.precision == "fp32-master" and work.method != "qlora" else 1
+    passes = stored * _copied_passes(work) + _other_forwards(work)
+    copies = passes * weight_bytes(model, work) / ranks / machine.host_link
     gradients = 4 * trained / machine.host_link
     overlap = 0.8 if machine.gpu.peer_to_peer else machine.link.overlap
     hidden = min(overlap * (copies + gradients), idle)
@@ -541,19 +603,29 @@ def _fsdp_offload(model: Model, work: Work, setup: Setup, machine: Machine, idle
     return Exposed(copies + gradients - hidden, stepped)
 
 
+def _trained_models(work: Work) -> int:
+    """The policy, and the critic of PPO."""
+    return 2 if work.stage == "ppo" else 1
+
+
+def _copied_passes(work: Work) -> int:
+    """Times that trained models are brought in: forward, backward, and once to write answers."""
+    return 2 * _trained_models(work) + (work.stage in ROLLOUTS)
+
+
 def _zero_offload(
     backend: DeepSpeed, model: Model, work: Work, setup: Setup, machine: Machine
 ) -> Exposed:
     ranks = setup.world_size
-    trained = trained_parameters(model, work) / ranks
+    trained = _trained_models(work) * trained_parameters(model, work) / ranks
     width = compute_bytes(work)
     rate = min(machine.host_link, ZERO_HOST_RATE)
-    weights = weight_bytes(model, work)
+    weights = (_copied_passes(work) + _other_forwards(work)) * weight_bytes(model, work)
     micro = step = 0.0
     if backend.offload_parameters:
-        micro += 2 * weights / ranks / rate
+        micro += weights / ranks / rate
     if backend.offload_parameters == "nvme":
-        micro += 2 * weights / machine.nodes / machine.nvme_bandwidth
+        micro += weights / machine.nodes / machine.nvme_bandwidth
     if backend.offload_optimizer:
         micro += width * trained / rate
         step += width * trained / rate + CPU_ADAM_BYTES * trained / machine.cpu_adam_bandwidth
@@ -577,6 +649,9 @@ def generation(model: Model, work: Work, setup: Setup, machine: Machine) -> floa
     read = (weight_bytes(model, work) * share + cache) / (0.7 * machine.gpu.bandwidth)
     products = 2 * model.num_active_parameters * rows / machine.gpu.flops
     launch = 0.0 if machine.device == "cpu" else LAUNCH * 1.5 * model.num_layers
+    if model.is_mixture and work.experts == "loop":
+        met = min(model.num_experts, model.num_active_experts * rows)
+        launch += EXPERT_LAUNCH * model.num_mixture_layers * met
     unpack = _dequantisation(model, work, machine)
     return work.new_tokens * max(read + unpack, products, launch)
 

@@ -8,7 +8,7 @@ from typing import Any
 from backends.planner.explain import Rule
 from backends.planner.hardware import GB, GIB, TERA, Machine, gib
 from backends.planner.model import Model
-from backends.planner.ranking import Option, describe, reserved_bytes
+from backends.planner.ranking import HOST_SHARE, Option, describe, reserved_bytes
 from backends.planner.work import Work
 
 WIDTH = 160
@@ -67,7 +67,14 @@ def as_text(
     return "\n\n".join(blocks)
 
 
-def as_object(option: Option, *, total_hours: float | None = None) -> dict[str, Any]:
+def as_object(
+    option: Option,
+    model: Model,
+    work: Work,
+    machine: Machine,
+    *,
+    total_hours: float | None = None,
+) -> dict[str, Any]:
     """One option as JSON: sizes in bytes, times in seconds, tokens/s of one GPU."""
     need, time = option.memory, option.time
     resources = option.setup.resources
@@ -85,6 +92,8 @@ def as_object(option: Option, *, total_hours: float | None = None) -> dict[str, 
         "disk_bytes": need.disk_bytes,
         "fits": option.fits,
         "short_by_bytes": option.short_by,
+        "short_of": option.short_of,
+        "reserved_bytes_per_gpu": round(reserved_bytes(option, work)),
         "step_seconds": time.seconds,
         "step_split_seconds": {
             key: asdict(time)[key]
@@ -94,6 +103,8 @@ def as_object(option: Option, *, total_hours: float | None = None) -> dict[str, 
         "hours": total_hours,
         "binds": time.binds,
         "why": option.why,
+        "assumed": suppositions(model, work, machine),
+        "warnings": warnings(model, work),
     }
 
 
@@ -121,9 +132,42 @@ def _question(model: Model, work: Work, machine: Machine) -> str:
         f"{work.global_batch} rows of {work.seq_length} tokens a step on {machine.name}, "
         f"{gib(machine.gpu.memory_bytes)} and {machine.gpu.flops / TERA:.3g} TFLOP/s each",
     ]
-    if machine.assumptions:
-        lines.append(f"supposed: {'; '.join(machine.assumptions)}")
+    supposed = "; ".join(suppositions(model, work, machine))
+    lines.append(textwrap.fill(f"supposed: {supposed}", WIDTH, subsequent_indent="    "))
+    for warning in warnings(model, work):
+        lines.append(textwrap.fill(f"warning: {warning}", WIDTH, subsequent_indent="    "))
     return "\n".join(lines)
+
+
+def suppositions(model: Model, work: Work, machine: Machine) -> list[str]:
+    """What was not told, or is the planner's own choice, and changes the answer."""
+    found = list(machine.assumptions)
+    if machine.device == "cuda":
+        found.append(f"{HOST_SHARE:.0%} of host memory for the run, the rest for the system")
+    if machine.ranks > 1 or machine.device == "cuda":
+        found.append(f"FSDP {work.fsdp_version}")
+    if model.is_mixture:
+        found.append(
+            "experts in a loop, as transformers 4 computes them (--experts grouped: as 5 does)"
+            if work.experts == "loop"
+            else "experts as grouped products, as transformers 5 computes them"
+        )
+    return found
+
+
+def warnings(model: Model, work: Work) -> list[str]:
+    """What may be meant, and is more likely a slip."""
+    found = []
+    if work.seq_length > model.max_positions:
+        found.append(
+            f"rows of {work.seq_length} tokens are longer than the {model.max_positions} positions "
+            f"that {model.name} was made for"
+        )
+    if model.is_mixture:
+        found.append(
+            "times of mixtures rest on one published row; take them as an order of magnitude"
+        )
+    return found
 
 
 def _cells(option: Option, machine: Machine, total_hours: float | None) -> tuple[str, ...]:
@@ -192,7 +236,7 @@ def _lacking(options: Sequence[Option]) -> list[str]:
         (
             describe(option.setup.backend),
             f"{gib(option.memory.total)} at micro-batch {option.setup.micro_batch}",
-            f"{gib(option.short_by)} short",
+            f"{gib(option.short_by)} of {option.short_of} short",
             option.why,
         )
         for option in options

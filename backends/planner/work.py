@@ -10,6 +10,7 @@ Method = Literal["full", "lora", "dora", "qlora"]
 Precision = Literal["bf16", "fp32-master", "fp32"]
 Loss = Literal["hf", "fused", "chunked"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+Experts = Literal["loop", "grouped"]
 Reference = Literal["resident", "adapter_base", "cached"]
 
 
@@ -23,8 +24,8 @@ class Work:
     lora_targets: Literal["all", "attention"] = "all"
     precision: Precision = "bf16"
     """``bf16``: weights, gradients and optimizer state in 2 bytes; ``fp32-master``: those in 4 and
-    the matrix products in bfloat16; ``fp32``: everything in 4. A frozen base of an adapter method
-    is held in the compute type, its adapters in 4 bytes."""
+    the matrix products in bfloat16; ``fp32``: everything in 4. A frozen base is held like trained
+    weights, adapters in 4 bytes; of QLoRA that is so of what is not quantised."""
 
     loss: Loss = "chunked"
     """``hf``: logits upcast whole to float32; ``fused``: one kernel over whole logits;
@@ -71,6 +72,10 @@ class Work:
     fsdp_version: Literal[1, 2] = 2
     """PyTorch's FSDP: 1 keeps every layer's input and its gradient while adapters are trained, and
     gathers nothing early; 2 gathers one layer early. Published measurements are mostly of 1."""
+
+    experts: Experts = "loop"
+    """How a mixture computes its experts: one after another, as transformers 4 does, or as grouped
+    products over stacked weights, as transformers 5. It changes time alone."""
 
     packing: bool = True
     """Rows are filled to ``seq_length``; else they vary up to it."""

@@ -146,6 +146,7 @@ def peak_of_a_step(config: dict[str, Any], *, lora: bool, precision: str, recomp
         ("mixture", False, "bf16", False),
         ("llama", False, "fp32-master", True),
         ("llama", False, "fp32-master", False),
+        ("llama", True, "fp32-master", False),
     ],
 )
 def test_planned_peak_is_within_two_percent_of_a_real_training_step(

@@ -422,7 +422,8 @@ def test_host_memory_is_a_limit_too() -> None:
         for machine in (plenty, little)
     ]
     assert [option.fits for option in by_name] == [True, False]
-    assert by_name[1].short_by == by_name[1].memory.host_bytes - 300_000_000_000
+    assert by_name[1].short_by == by_name[1].memory.host_bytes - 270_000_000_000
+    assert by_name[1].short_of == "host memory"
     assert "of host memory a node" in by_name[1].why
 
 
@@ -511,7 +512,9 @@ def test_every_rung_needs_less_and_keeps_the_batch(question: tuple[Model, Machin
 
 def test_a_ladder_without_a_first_rung_is_an_error() -> None:
     name, gpus, work = QUESTIONS["too large"]
-    with pytest.raises(ValueError, match=r"nothing fits .* comes nearest, .* GiB short; "):
+    with pytest.raises(
+        ValueError, match=r"nothing fits .* comes nearest, .* GiB of GPU memory short; "
+    ):
         ladder(find_model(name), work, find_machine(gpus))
 
 

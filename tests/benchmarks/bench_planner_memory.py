@@ -9,6 +9,7 @@ They are fitted on all *other* sources, so no row is scored by a constant that h
 import csv
 import itertools
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -327,6 +328,8 @@ def show_speed(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
+    if not FOLDER.is_dir():
+        sys.exit(f"the measured rows are not here: {FOLDER} is no folder; nothing to score")
     precise = [exact(raw) for raw in read("exact_llama3_8b.csv")]
     show_speed(precise)
     show_exact(precise)
