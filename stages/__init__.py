@@ -14,8 +14,8 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage(fetch, online=True),
-        Stage(prepare_data, version=2),
-        Stage(tokenize_data, version=2),
+        Stage(prepare_data, version=3),
+        Stage(tokenize_data, version=3),
         Stage(sft, version=2, beats=True),
         Stage(dpo, beats=True),
         Stage(convert, version=2),

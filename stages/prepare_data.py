@@ -1,8 +1,10 @@
 """Conversations and preference pairs out of raw files: checked, split and counted."""
 
 import json
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,10 +18,12 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from configs import Config
 from stages.base import Context, Metrics, StageError
 from stages.data import (
+    columns,
     conversations,
     files,
     ledger,
     lines,
+    origins,
     overlap,
     progress,
     quarantine,
@@ -44,6 +48,15 @@ INPUTS: Mapping[str, tuple[Kind, ...]] = {
     "preferences": ("preferences", "unpaired"),
 }
 """For each input the kinds of rows that it may hold."""
+
+WAYS_OUT = {
+    "duplicates": "most rows repeat one another: give other rows",
+    "near_duplicates": "set near_duplicates: null, or give other rows",
+    "contaminated": "set contamination_words: null if held-out rows share their form with others, "
+    "or give other test_files",
+    "over_cap": "raise the caps and weights of the sources",
+}
+"""What helps where a reason took the last row of a side."""
 
 
 class Source(Config):
@@ -96,6 +109,9 @@ class PrepareData(Config):
     """Training rows that share so many words in a row with a held-out row are left out. Null: only
     rows that ask the same question are kept on one side."""
 
+    contamination_budget: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Largest share of the training rows of a kind that ``contamination_words`` may leave out."""
+
     near_duplicates: Annotated[float, Field(ge=0.5, le=0.95)] | None = None
     """Leave out rows whose five-word stretches resemble an earlier row's by so much (Jaccard index
     estimated by MinHash). Needs the package datasketch and memory for a sketch of each row."""
@@ -126,8 +142,9 @@ def prepare_data(
 
     Each input holds ``data/`` with the raw files; ``stages.data.conversations`` says what the rows
     of each kind are. What is kept out stands in ``quarantine.jsonl``, every count in
-    ``report.json``. Rows are never all in memory. Raises :class:`StageError` for files that cannot
-    be read, for more faulty rows than the budget and for a split without rows.
+    ``report.json``, and in ``places/`` where each row came from. Rows are never all in memory.
+    Raises :class:`StageError` for files that cannot be read, for more faulty rows than the budget,
+    for a split without rows and for settings that fit nothing.
     """
     ctx.out.mkdir(parents=True, exist_ok=True)
     inputs = {"conversations": conversations, "preferences": preferences}
@@ -137,14 +154,18 @@ def prepare_data(
         if folder is not None
     }
     found = [(name, file) for name, held in given.items() for file in held]
+    _refuse_idle_patterns(config, [file for _, file in found])
+    for left in ctx.out.glob("spool.*"):  # of a run that was killed
+        shutil.rmtree(left)
     size = sum(file.path.stat().st_size for _, file in found)
     tick = progress.ticker(ctx.out, total=size)
     harvests: dict[Kind, Harvest] = {}
+    wrong: dict[int, set[str]] = {}
     with TemporaryDirectory(prefix="spool.", dir=ctx.out) as scratch:
         with ExitStack() as stack:
             keep = stack.enter_context(quarantine.opened(ctx.out))
             for name, file in found:
-                records, form = _detect(config, file, name, tick)
+                records, form = _detect(config, file, name, tick, wrong)
                 kind = form.kind if form else INPUTS[name][0]
                 if kind not in harvests:
                     spool = Path(scratch) / f"{kind}.jsonl"
@@ -152,7 +173,13 @@ def prepare_data(
                     harvests[kind] = Harvest(kind, spool, text)
                 count = FileCount(file, form, _held_out(config, file, given[name]))
                 _read(config, harvests[kind], count, records, keep)
-        report = {kind: _finish(config, ctx.out, harvest) for kind, harvest in harvests.items()}
+            _refuse_idle_columns(config, wrong)
+        report = _finish(config, ctx.out, harvests)
+    for name, folder in inputs.items():
+        if folder is not None and (skipped := files.left_out(folder)):
+            facts = next(facts for kind, facts in report.items() if kind in INPUTS[name])
+            facts.setdefault("skipped_files", []).extend(skipped)
+            sys.stdout.write(f"{name}: not read as data: {', '.join(skipped)}\n")
     write_atomically(ctx.out / "report.json", json.dumps(report, indent=2, ensure_ascii=False))
     return {
         f"{kind}/{name}": number
@@ -171,7 +198,12 @@ class FileCount:
     """Whether its rows are held out; ``None`` leaves that to their hash."""
 
     num_read: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
+    """Columns that are not read, with the number of rows where they hold something."""
+
     rejected: Counter[str] = field(default_factory=Counter)
+    by_line: bool = True
+    """Whether its rows' places are lines."""
 
 
 @dataclass(frozen=True)
@@ -208,32 +240,48 @@ def _read(
             count.rejected[fault.rule] += 1
             harvest.tally.add(fault.rule, str(record.place), fault.detail)
             continue
+        assert count.form
+        if surplus := shapes.unread(record.value, count.form):
+            shapes.refuse_content(surplus, count.form, shown=count.file.shown)
+            count.unread.update(surplus)
         line = lines.dump(row)
+        place = record.place
         harvest.lines.write(line + "\n")
         harvest.rows.add(
             line,
             opening=conversations.opening(row),
             source=source,
+            place=(place.row if place.line is None else place.line) or 0,
             seed=config.seed,
             held_out=count.held_out,
         )
+        count.by_line = place.line is not None
+    if count.unread:
+        shown = ", ".join(f"{name} ({number})" for name, number in count.unread.most_common())
+        sys.stdout.write(f"{count.file.shown}: columns that are not read: {shown}\n")
 
 
 def _detect(
-    config: PrepareData, file: DataFile, name: str, tick: Tick
+    config: PrepareData, file: DataFile, name: str, tick: Tick, wrong: dict[int, set[str]]
 ) -> tuple[Iterator[Record], Form | None]:
-    """The file's records, and their form: ``None`` only where no record is an object."""
+    """The file's records, and their form: ``None`` only where no record is an object.
+
+    ``wrong`` keeps for each columns setting what fitted none of the files so far.
+    """
     records = readers.read(file, tick=tick)
     sample = list(islice(records, shapes.SAMPLE))
     whole = chain(sample, records)
     objects = [record.value for record in sample if isinstance(record.value, dict)]
     source = _source(config, file.name)
     own = config.shape if name == "conversations" else config.preference_shape
-    columns = (source.columns if source else None) or config.columns
+    named = (source.columns if source else None) or config.columns
+    if named and objects:
+        idle = columns.unmatched(named, objects)
+        wrong[id(named)] = wrong.get(id(named), idle) & idle
     if shape := (source.shape if source else None) or own:
-        form = shapes.asked(shape, objects, columns)
+        form = shapes.asked(shape, objects, named)
     else:
-        form = shapes.detect(objects, accepted=INPUTS[name], named=columns)
+        form = shapes.detect(objects, accepted=INPUTS[name], named=named)
     if objects and form is None:
         raise StageError(
             f"{file.shown}: the columns {', '.join(objects[0]) or '(none)'} fit no known shape "
@@ -256,6 +304,34 @@ def _held_out(config: PrepareData, file: DataFile, others: Sequence[DataFile]) -
     return fits(file) if any(map(fits, others)) else None
 
 
+def _refuse_idle_patterns(config: PrepareData, found: Sequence[DataFile]) -> None:
+    """Raise :class:`StageError` for a pattern that fits no file."""
+    names = [file.name for file in found]
+    listed = f"the files are {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+    for pattern in config.test_files:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise StageError(f"prepare_data.config.test_files: {pattern!r} fits no file; {listed}")
+    ruling = [_source(config, name) for name in names]
+    for number, source in enumerate(config.sources):
+        if not any(one is source for one in ruling):
+            raise StageError(
+                f"prepare_data.config.sources[{number}].files: {source.files!r} rules no file (of "
+                f"the patterns that fit a file the first counts); {listed}"
+            )
+
+
+def _refuse_idle_columns(config: PrepareData, wrong: Mapping[int, set[str]]) -> None:
+    """Raise :class:`StageError` for names that are in none of the files that they are for."""
+    settings = {"columns": config.columns}
+    settings |= {f"sources[{n}].columns": one.columns for n, one in enumerate(config.sources)}
+    for key, named in settings.items():
+        if named and (idle := wrong.get(id(named))):
+            raise StageError(
+                f"prepare_data.config.{key}: {', '.join(sorted(idle))} fits nothing in the first "
+                f"{shapes.SAMPLE} rows of any file; correct the name, or remove the setting"
+            )
+
+
 def _source(config: PrepareData, name: str) -> Source | None:
     return next((one for one in config.sources if fnmatchcase(name, one.files)), None)
 
@@ -275,8 +351,35 @@ def _usable(config: PrepareData, record: Record, form: Form | None) -> conversat
 # --- choosing and writing
 
 
-def _finish(config: PrepareData, out: Path, harvest: Harvest) -> dict[str, Any]:
-    """Write the two sides of a kind; return its part of the report."""
+def _finish(
+    config: PrepareData, out: Path, harvests: Mapping[Kind, Harvest]
+) -> dict[Kind, dict[str, Any]]:
+    """Write the two sides of each kind; return the report."""
+    fates: dict[Kind, np.ndarray] = {
+        kind: _sides(config, out, harvest) for kind, harvest in harvests.items()
+    }
+    lost = _losses(config, harvests, fates)
+    files_of = [count for harvest in harvests.values() for count in harvest.counts]
+    origins.write(out, [[count.file.shown, count.by_line] for count in files_of])
+    report: dict[Kind, dict[str, Any]] = {}
+    first = 0
+    for kind, harvest in harvests.items():
+        _refuse_empty(fates[kind], lost[kind], kind)
+        _write(out / kind, harvest.spool, fates[kind])
+        _write_places(out, harvest, fates[kind], first)
+        first += len(harvest.counts)
+        report[kind] = {
+            "totals": _totals(harvest, fates[kind], lost[kind]),
+            "sources": {
+                count.file.name: _source_report(count, number, harvest, fates[kind], lost[kind])
+                for number, count in enumerate(harvest.counts)
+            },
+        }
+    return report
+
+
+def _sides(config: PrepareData, out: Path, harvest: Harvest) -> "np.ndarray":
+    """Where each row belongs. Raises :class:`StageError` for faulty rows and for empty sides."""
     quarantine.enforce_budget(
         harvest.tally,
         num_rows=harvest.num_read,
@@ -294,35 +397,39 @@ def _finish(config: PrepareData, out: Path, harvest: Harvest) -> dict[str, Any]:
         )
     fates = ledger.sides(harvest.rows, test_fraction=config.test_fraction)
     ledger.refuse_empty(fates, harvest.rows, test_fraction=config.test_fraction, what=harvest.kind)
-    lost = dict(_losses(config, harvest, fates))
+    return fates
+
+
+def _refuse_empty(fates: "np.ndarray", lost: Mapping[str, "np.ndarray"], kind: Kind) -> None:
     for side, code in SIDES.items():
         if not (fates == code).any():
-            why = quarantine.listed({reason: int(rows.sum()) for reason, rows in lost.items()})
-            raise StageError(f"no {harvest.kind} are left in {side} ({why}); give other rows")
-    _write(out / harvest.kind, harvest.spool, fates)
-    return {
-        "totals": _totals(harvest, fates, lost),
-        "sources": {
-            count.file.name: _source_report(count, number, harvest, fates, lost)
-            for number, count in enumerate(harvest.counts)
-        },
-    }
+            numbers = {reason: int(rows.sum()) for reason, rows in lost.items() if rows.any()}
+            why = quarantine.listed(numbers)
+            most = max(numbers, key=lambda reason: numbers[reason], default="")
+            raise StageError(
+                f"no {kind} are left in {side} ({why}); {WAYS_OUT.get(most, 'give other rows')}"
+            )
 
 
 def _losses(
-    config: PrepareData, harvest: Harvest, fates: "np.ndarray"
-) -> Iterator[tuple[str, "np.ndarray"]]:
-    """Drop rows from ``fates`` step by step; yields each reason with the rows that it took."""
-    steps: Sequence[tuple[str, Callable[[], np.ndarray]]] = (
-        ("duplicates", lambda: ledger.copies(harvest.rows, fates)),
-        ("near_duplicates", lambda: _near_copies(config, harvest.spool, fates)),
-        ("contaminated", lambda: _contaminated(config, harvest, fates)),
-        ("over_cap", lambda: _surplus(config, harvest, fates)),
-    )
-    for reason, step in steps:
-        taken = step() & (fates != DROPPED)
-        fates[taken] = DROPPED
-        yield reason, taken
+    config: PrepareData, harvests: Mapping[Kind, Harvest], fates: Mapping[Kind, "np.ndarray"]
+) -> dict[Kind, dict[str, "np.ndarray"]]:
+    """Drop rows from ``fates`` step by step; the rows that each reason took, by kind."""
+    lost: dict[Kind, dict[str, np.ndarray]] = {kind: {} for kind in harvests}
+
+    def take(reason: str, kind: Kind, rows: "np.ndarray") -> None:
+        taken = rows & (fates[kind] != DROPPED)
+        fates[kind][taken] = DROPPED
+        lost[kind][reason] = taken
+
+    for kind, harvest in harvests.items():
+        take("duplicates", kind, ledger.copies(harvest.rows, fates[kind]))
+        take("near_duplicates", kind, _near_copies(config, harvest.spool, fates[kind]))
+    for kind, rows in _contaminated(config, harvests, fates).items():
+        take("contaminated", kind, rows)
+    for kind, harvest in harvests.items():
+        take("over_cap", kind, _surplus(config, harvest, fates[kind]))
+    return lost
 
 
 def _near_copies(config: PrepareData, spool: Path, fates: "np.ndarray") -> "np.ndarray":
@@ -338,14 +445,54 @@ def _near_copies(config: PrepareData, spool: Path, fates: "np.ndarray") -> "np.n
     return found
 
 
-def _contaminated(config: PrepareData, harvest: Harvest, fates: "np.ndarray") -> "np.ndarray":
-    found = ledger.asked_in_test(harvest.rows, fates)
-    if config.contamination_words is not None:
-        held_out = (row for _, row in _rows(harvest.spool, fates == TEST))
-        shared = overlap.overlap(held_out, length=config.contamination_words)
-        for number, row in _rows(harvest.spool, (fates == TRAIN) & ~found):
-            found[number] = shared(row)
+def _contaminated(
+    config: PrepareData, harvests: Mapping[Kind, Harvest], fates: Mapping[Kind, "np.ndarray"]
+) -> dict[Kind, "np.ndarray"]:
+    """Training rows that ask or say what held-out rows do, of whatever kind these are."""
+    import numpy as np
+
+    held = np.concatenate(
+        [ledger.held_openings(harvest.rows, fates[kind]) for kind, harvest in harvests.items()]
+    )
+    found: dict[Kind, np.ndarray] = {
+        kind: ledger.asked_in_test(harvest.rows, fates[kind], held)
+        for kind, harvest in harvests.items()
+    }
+    if config.contamination_words is None:
+        return found
+
+    def rows(chosen: Mapping[Kind, "np.ndarray"]) -> Iterator[conversations.Canonical]:
+        return (row for kind in harvests for _, row in _rows(harvests[kind].spool, chosen[kind]))
+
+    training: dict[Kind, np.ndarray] = {
+        kind: (fates[kind] == TRAIN) & ~found[kind] for kind in harvests
+    }
+    held_out: dict[Kind, np.ndarray] = {kind: fates[kind] == TEST for kind in harvests}
+    shared = overlap.overlap(
+        rows(held_out),
+        length=config.contamination_words,
+        training=rows(training),
+    )
+    for kind, harvest in harvests.items():
+        number_shared = 0
+        for number, row in _rows(harvest.spool, training[kind]):
+            found[kind][number] = shared(row)
+            number_shared += int(found[kind][number])
+        _enforce_contamination_budget(config, kind, number_shared, int(training[kind].sum()))
     return found
+
+
+def _enforce_contamination_budget(
+    config: PrepareData, kind: Kind, number: int, num_training: int
+) -> None:
+    if number > config.contamination_budget * num_training:
+        raise StageError(
+            f"{number} of {num_training} training {kind} share {config.contamination_words} words "
+            f"in a row, or a question, with held-out rows, more than contamination_budget "
+            f"{config.contamination_budget:g} allows; if they are the form of the rows set "
+            "prepare_data.config.contamination_words: null, else hold out other rows or raise "
+            "contamination_budget"
+        )
 
 
 def _surplus(config: PrepareData, harvest: Harvest, fates: "np.ndarray") -> "np.ndarray":
@@ -387,6 +534,18 @@ def _write(folder: Path, spool: Path, fates: "np.ndarray") -> None:
         (folder / f"{side}.jsonl.partial").rename(folder / f"{side}.jsonl")
 
 
+def _write_places(out: Path, harvest: Harvest, fates: "np.ndarray", first: int) -> None:
+    """Where each row of the two sides came from; the files are numbered from ``first`` on."""
+    import numpy as np
+
+    files_of = np.frombuffer(harvest.rows.sources, dtype=np.dtype("L")) + first
+    places = np.frombuffer(harvest.rows.places, dtype=np.uint64)
+    for side, code in SIDES.items():
+        chosen = np.flatnonzero(fates == code)
+        rows = np.stack([files_of[chosen].astype(np.uint64), places[chosen]], axis=1)
+        origins.write_split(out, harvest.kind, side, rows)
+
+
 # --- counting
 
 
@@ -418,6 +577,7 @@ def _source_report(
     return {
         "shape": count.form.shape if count.form else None,
         "columns": dict(count.form.columns) if count.form else {},
+        "unread_columns": dict(count.unread.most_common()),
         "read": count.num_read,
         "rejected": quarantine.counts(count.rejected),
         **{reason: int((taken & own).sum()) for reason, taken in lost.items()},

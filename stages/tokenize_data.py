@@ -1,9 +1,14 @@
 """Rows of text to rows of token ids for one model, with masks that were verified."""
 
+import ctypes
 import datetime
 import os
 import shutil
+import signal
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,10 +19,9 @@ from pydantic import Field, PositiveInt
 
 from configs import Config
 from stages.base import Context, Metrics, StageError
-from stages.data import arrow, progress, quarantine, templates, tokens
+from stages.data import arrow, origins, progress, quarantine, templates, tokens
 from stages.data.conversations import KINDS, Kind
 from stages.data.files import Tick
-from stages.data.places import Place
 from stages.data.quarantine import Keep, Tally
 from stages.data.templates import Template
 from stages.data.tokens import Block, Fitting, Tokenizing
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 SIDES = ("train", "test")
 BLOCK_ROWS, BLOCK_BYTES = 1000, 1 << 20
+PR_SET_PDEATHSIG = 1
 WORTH_A_PROCESS = 4 << 20
 """Bytes of rows from which on starting a process for each core pays."""
 
@@ -137,12 +142,13 @@ def _tokenize(
     import numpy as np
 
     fitting = Fitting(config.max_length, config.on_overflow, config.assistant_only_loss)
-    work = Tokenizing(template, fitting, split.kind, split.file)
+    known = origins.read(split.path.parent.parent, split.kind, split.side)
+    work = Tokenizing(template, fitting, split.kind, split.file, known)
     split.lengths = np.zeros(config.max_length + 1, dtype=np.int64)
     with arrow.writer(scratch / split.kind / split.side, split.kind) as write:
         for size, block in _blocks(work, split.path, processes):
             write(block)
-            _count(split, block, keep)
+            _count(work, split, block, keep)
             tick(size)
 
 
@@ -152,11 +158,37 @@ def _blocks(work: Tokenizing, path: Path, processes: int) -> Iterator[tuple[int,
     if processes == 1:
         yield from map(_block, _batches(path))
         return
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
     # Forked, so that the template is there; no thread was started yet that a fork would cut off.
-    with get_context("fork").Pool(processes) as pool:
-        yield from pool.imap(_block, _batches(path))
+    with ProcessPoolExecutor(
+        processes, get_context("fork"), initializer=_die_with, initargs=(os.getpid(),)
+    ) as pool:
+        waiting: deque[Future[tuple[int, Block]]] = deque()
+        try:
+            for batch in _batches(path):
+                waiting.append(pool.submit(_block, batch))
+                if len(waiting) > 2 * processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise StageError(
+                f"{work.file}: a tokenising process was killed, most often because memory ran "
+                "out; free some, or allow the stage fewer cores"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _die_with(parent: int) -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 _current: list[Tokenizing] = []
@@ -186,7 +218,7 @@ def _batch(file: Any) -> list[bytes]:
     return rows
 
 
-def _count(split: Split, block: Block, keep: Keep) -> None:
+def _count(work: Tokenizing, split: Split, block: Block, keep: Keep) -> None:
     import numpy as np
 
     assert split.lengths is not None
@@ -197,7 +229,7 @@ def _count(split: Split, block: Block, keep: Keep) -> None:
     split.num_mismatched += block.num_mismatched
     split.num_truncated += block.num_truncated
     for number, fault, row in block.rejects:
-        place = Place(split.file, line=number)
+        place = work.place(number)
         keep(split.kind, place, fault, row)
         split.tally.add(fault.rule, str(place), fault.detail)
 

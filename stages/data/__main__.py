@@ -29,12 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(page.text(found, colour=sys.stdout.isatty()))
             every.append(found)
         if given.html:
+            if not given.html.parent.is_dir():
+                raise StageError(f"--html {given.html}: no such folder; make it first")
             write_atomically(given.html, page.html(every))
             sys.stdout.write(f"page: {given.html}\n")
     except StageError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{page.visible(str(error))}\n")
         return 1
-    return int(any(found.tally.counts for found in every))
+    return int(any(found.tally.counts or inspection.refused(found) for found in every))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,19 +50,33 @@ def _parser() -> argparse.ArgumentParser:
         "--column", action="append", default=[], metavar="FIELD=NAME", help="a column's own name"
     )
     inspect.add_argument("--date", type=datetime.date.fromisoformat, help="for the template")
-    inspect.add_argument("--rows", type=int, default=50_000, help="at most so many of each file")
+    inspect.add_argument(
+        "--rows", type=_number, default=50_000, help="at most so many of each file"
+    )
     inspect.add_argument("--html", type=Path, help="write the same as a page")
     return parser
 
 
+def _number(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"{word} is no number of rows: give 1 or more")
+    return int(word)
+
+
 def _columns(words: Sequence[str]) -> Columns | None:
     pairs: dict[str, str] = {}
+    known = (*FIELDS, "role", "content")
+    ignored: list[str] = []
     for word in words:
         field, _, column = word.partition("=")
-        if field not in FIELDS or not column:
-            raise StageError(f"--column {word}: write FIELD=NAME, with one of {', '.join(FIELDS)}")
+        if field == "ignored" and column:
+            ignored.append(column)
+            continue
+        if field not in known or not column:
+            listed = ", ".join((*known, "ignored"))
+            raise StageError(f"--column {word}: write FIELD=NAME, with one of {listed}")
         pairs[field] = column
-    return Columns.model_validate(pairs) if pairs else None
+    return Columns.model_validate({**pairs, "ignored": tuple(ignored)}) if words else None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """What the columns of a data set are called, where they are not called what we call them."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from pydantic import Field
 
 from configs import Config
@@ -16,6 +19,9 @@ class Columns(Config):
 
     instruction: str | None = None
     """Alpaca's question."""
+
+    context: str | None = None
+    """What a question is about: the second part of the question."""
 
     input: str | None = None
     """Alpaca's second part of the question."""
@@ -71,12 +77,37 @@ class Columns(Config):
     system_roles: tuple[str, ...] = Field(default=())
     """Further names of the system's role."""
 
+    ignored: tuple[str, ...] = ()
+    """Columns that may be left unread although they carry content."""
+
 
 FIELDS = tuple(
     name
     for name in Columns.model_fields
-    if name not in ("role", "content") and not name.endswith("_roles")
+    if name not in ("role", "content", "ignored") and not name.endswith("_roles")
 )
+
+
+def unmatched(columns: Columns, rows: Iterable[Any]) -> set[str]:
+    """Settings of ``columns`` that fit nothing in ``rows``, as ``field=name``."""
+    heads: set[str] = set()
+    keys: set[str] = set()
+    roles: set[str] = set()
+    for row in rows:
+        heads |= row.keys()
+        for cell in row.values():
+            for turn in cell if isinstance(cell, list) else ():
+                if isinstance(turn, dict):
+                    keys |= turn.keys()
+                    roles |= {said.lower() for said in turn.values() if isinstance(said, str)}
+    wrong = {f"{field}={name}" for field, name in given(columns).items() if name not in heads}
+    wrong |= {f"ignored={name}" for name in columns.ignored if name not in heads}
+    for field in ("role", "content"):
+        name = getattr(columns, field)
+        wrong |= {f"{field}={name}"} if name and name not in keys else set()
+    for field in ("user_roles", "assistant_roles", "system_roles"):
+        wrong |= {f"{field}={x}" for x in getattr(columns, field) if x.strip().lower() not in roles}
+    return wrong
 
 
 def given(columns: Columns | None) -> dict[str, str]:

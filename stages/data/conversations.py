@@ -35,9 +35,10 @@ def pair(chosen: list[Turn], rejected: list[Turn]) -> Canonical:
     """A pair out of two whole conversations that differ in their last turns."""
     check(chosen)
     check(rejected)
-    if chosen[:-1] != rejected[:-1]:
+    if _said(chosen[:-1]) != _said(rejected[:-1]):
         raise RowError("different_prompts")
     _require_question(chosen)
+    _require_trained(chosen[-1], rejected[-1])
     if _same(chosen[-1], rejected[-1]):
         raise RowError("chosen_equals_rejected")
     return {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
@@ -47,12 +48,32 @@ def judged(turns: list[Turn], *, label: bool) -> Canonical:
     """A conversation whose last turn was judged good or bad."""
     check(turns)
     _require_question(turns)
+    _require_trained(turns[-1])
     return {"prompt": turns[:-1], "completion": turns[-1:], "label": label}
 
 
 def _require_question(turns: Sequence[Turn]) -> None:
     if turns[-2]["role"] not in ("user", "tool"):
         raise RowError("answer_without_question")
+
+
+def _require_trained(*answers: Turn) -> None:
+    if not all(turn.get("train", True) for turn in answers):
+        raise RowError("answer_not_trained")
+
+
+def _said(turns: Sequence[Turn]) -> list[Turn]:
+    """Turns without the marks that say whether they are trained, which no prompt is."""
+    return [{key: one for key, one in turn.items() if key != "train"} for turn in turns]
+
+
+def begins_with(turns: Sequence[Turn], prompt: Sequence[Turn]) -> bool:
+    """Whether ``turns`` begin with those of ``prompt``, blanks around texts aside."""
+    pairs = zip(turns, prompt, strict=False)
+    return len(turns) >= len(prompt) and all(
+        one["role"] == other["role"] and one["content"].strip() == other["content"].strip()
+        for one, other in pairs
+    )
 
 
 def _same(one: Turn, other: Turn) -> bool:

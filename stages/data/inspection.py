@@ -40,6 +40,9 @@ class Findings:
     complete: bool = True
     """Whether the file was read to its end."""
 
+    unread: Counter[str] = field(default_factory=Counter)
+    """Columns that are not read, with the number of rows where they hold something."""
+
     num_duplicates: int = 0
     num_tools: int = 0
     roles: Counter[str] = field(default_factory=Counter)
@@ -99,10 +102,18 @@ def look(
         try:
             if record.fault or found.form is None:
                 raise record.fault or RowError("not_an_object")
-            _note(found, shapes.canonical(record.value, found.form), record.place, seen, template)
+            row = shapes.canonical(record.value, found.form)
+            found.unread.update(shapes.unread(record.value, found.form))
+            _note(found, row, record.place, seen, template)
         except RowError as fault:
             found.tally.add(fault.rule, str(record.place), fault.detail)
     return found
+
+
+def refused(found: Findings) -> list[str]:
+    """Unread columns that carry part of a row, for which prepare_data would refuse the file."""
+    ignored = found.form.ignored if found.form else frozenset()
+    return sorted((shapes.CONTENT & set(found.unread)) - ignored)
 
 
 def _note(
@@ -172,7 +183,7 @@ def plain(row: Canonical) -> Marked:
         calls = "".join(
             f"[calls {call['function']['name']}]" for call in turn.get("tool_calls", ())
         )
-        shown.append((turn["content"] + calls, _is_trained(row, name)))
+        shown.append((turn["content"] + calls, _is_trained(row, name) and turn.get("train", True)))
     return shown
 
 
@@ -216,4 +227,13 @@ def problems(found: Findings) -> list[tuple[str, int, str]]:
     return [
         (rule, number, "; ".join(f"{place} {detail}" for place, detail in found.tally.first[rule]))
         for rule, number in found.tally.counts.most_common()
+    ] + [
+        (f"column {name} is not read", number, _advice(found, name))
+        for name, number in found.unread.most_common()
     ]
+
+
+def _advice(found: Findings, name: str) -> str:
+    if name in refused(found):
+        return "it carries content: prepare_data refuses it unless columns: {ignored: [...]} has it"
+    return "rows hold something there"

@@ -17,7 +17,7 @@ SIDES = {"train": TRAIN, "test": TEST}
 
 @dataclass(frozen=True)
 class Ledger:
-    """Forty bytes for each row, in the rows' order; decided by content, never by position."""
+    """Forty-eight bytes for each row, in the rows' order; decided by content, never by position."""
 
     positions: "array[float]" = field(default_factory=lambda: array("d"))
     """Where the opening's hash falls in [0, 1); below the test fraction a row is held out."""
@@ -32,11 +32,14 @@ class Ledger:
     sources: "array[int]" = field(default_factory=lambda: array("L"))
     """The number of the file that it came from."""
 
+    places: "array[int]" = field(default_factory=lambda: array("Q"))
+    """Its line or row there."""
+
     def __len__(self) -> int:
         return len(self.sources)
 
     def add(
-        self, line: str, *, opening: str, source: int, seed: int, held_out: bool | None
+        self, line: str, *, opening: str, source: int, place: int, seed: int, held_out: bool | None
     ) -> None:
         """One more row; ``held_out`` says on which side it is, and ``None`` asks its hash."""
         start = _hash(opening, seed)
@@ -49,6 +52,7 @@ class Ledger:
         self.ranks.append(int.from_bytes(whole[:8], "big"))
         self.ranks.append(int.from_bytes(whole[8:16], "big"))
         self.sources.append(source)
+        self.places.append(place)
 
 
 def _hash(content: str, seed: int) -> bytes:
@@ -75,12 +79,18 @@ def copies(ledger: Ledger, fates: "np.ndarray") -> "np.ndarray":
     return repeated
 
 
-def asked_in_test(ledger: Ledger, fates: "np.ndarray") -> "np.ndarray":
-    """Whether each training row opens like a held-out one, which only a file's name can cause."""
+def held_openings(ledger: Ledger, fates: "np.ndarray") -> "np.ndarray":
+    """Hashes of what opens the held-out rows."""
+    import numpy as np
+
+    return np.unique(np.frombuffer(ledger.openings, dtype=np.uint64)[fates == TEST])
+
+
+def asked_in_test(ledger: Ledger, fates: "np.ndarray", held: "np.ndarray") -> "np.ndarray":
+    """Whether each training row opens like a ``held`` one, which only a file's name can cause."""
     import numpy as np
 
     openings = np.frombuffer(ledger.openings, dtype=np.uint64)
-    held = np.unique(openings[fates == TEST])
     return (fates == TRAIN) & np.isin(openings, held)
 
 
@@ -110,11 +120,37 @@ def surplus(
             pairs = zip(allowed, caps, strict=True)
             allowed = [have if cap is None else min(have, cap) for have, cap in pairs]
             allowed = shares(allowed, weights, limit=limits[side])
+            _refuse_nothing(allowed, weights, [len(one) for one in members], groups)
         for one, number in zip(members, allowed, strict=True):
             over[one[number:]] = True
         left = rows[~over[rows]]
         over[left[limits[side] :] if limits[side] is not None else left[:0]] = True
     return over
+
+
+def _refuse_nothing(
+    allowed: Sequence[int],
+    weights: Sequence[float | None],
+    have: Sequence[int],
+    groups: Sequence[int],
+) -> None:
+    """Raise :class:`StageError` for a weighted source, ruling some file, that gives no row."""
+    for number, weight in enumerate(weights):
+        if weight is None or number not in groups or allowed[number]:
+            continue
+        if not have[number]:
+            raise StageError(
+                f"sources[{number}] has weight {weight:g} and no training row left; give its files "
+                "other rows, or remove its weight"
+            )
+        others = min(
+            (n / w for n, w in zip(have, weights, strict=True) if w is not None and n), default=1.0
+        )
+        raise StageError(
+            f"sources[{number}] has weight {weight:g} and gets none of its {have[number]} training "
+            f"rows, because the scarcest source allows {others * weight:.2g}; raise its weight to "
+            f"{1 / max(others, 1e-9):.2g} or more, or raise the cap"
+        )
 
 
 def shares(have: Sequence[int], weights: Sequence[float | None], *, limit: int | None) -> list[int]:

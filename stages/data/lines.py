@@ -1,6 +1,7 @@
 """JSON lines that every reader splits alike."""
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ import orjson
 
 # JSON leaves these as they are, and str.splitlines takes each for the end of a line.
 _SEPARATORS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+_LONG = re.compile(rb"[0-9]{19}")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -21,8 +23,11 @@ def load(line: bytes) -> Any:
     """The value of a JSON text; ``ValueError`` or ``RecursionError`` where it is none.
 
     What the fast parser refuses goes to the lenient one, so that half a surrogate pair or a NaN
-    becomes the fault of its column and not of the whole line.
+    becomes the fault of its column and not of the whole line. So does a line with a long number:
+    the fast parser makes a float of an integer over 64 bits.
     """
+    if _LONG.search(line):
+        return json.loads(line.decode())
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:

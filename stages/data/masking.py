@@ -1,5 +1,6 @@
 """Which tokens of a rendered conversation are the assistant's, verified turn by turn."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -147,6 +148,7 @@ def _by_prefixes(
         templates.render(template, turns[:index], tools=tools, to_answer=True) for index in answers
     ]
     _verify_text(template, talk, answers, prompts, whole)
+    _verify_turns(turns, whole)
     cuts = [_cut(template, one) if whole.startswith(one) else None for one in prompts]
     return Rendered(whole, trained, cuts, prompts, prompts[-1])
 
@@ -163,7 +165,8 @@ def _by_marks(
     _verify_tools(talk, whole)
     ends = [*(start for start, _ in marks[1:]), len(whole)]
     for index, (start, _), end in zip(answers, marks, ends, strict=True):
-        _verify_answer(talk.turns[index], index, whole[start:end])
+        _verify_answer(template, talk.turns[index], index, whole[start:end])
+    _verify_turns(talk.turns, whole)
     before = [whole[:start] for start, _ in marks]
     prompt = templates.render(template, talk.turns[: answers[-1]], tools=talk.tools, to_answer=True)
     return Rendered(whole, trained, [_cut(template, one) for one in before], before, prompt)
@@ -198,22 +201,82 @@ def _verify_text(
             raise RowError("history_rewritten", f"not so the turns before turn {index}")
         cuts.append(len(history))
     for index, (start, end) in zip(answers, pairwise([*cuts[1:], len(whole)]), strict=True):
-        _verify_answer(turns[index], index, whole[start:end])
+        _verify_answer(template, turns[index], index, whole[start:end])
 
 
-def _verify_answer(turn: Turn, index: int, shown: str) -> None:
-    if turn["content"].strip() not in shown:
+def _verify_answer(template: Template, turn: Turn, index: int, shown: str) -> None:
+    """``shown``, what is rendered of an answer, has all of it before its first stop token."""
+    content = turn["content"].strip()
+    if content not in shown:
         raise RowError("answer_rewritten", f"turn {index} is rendered without its text")
+    stop = template.stops.search(shown) if template.stops else None
+    if stop and content not in shown[: stop.start()]:
+        raise RowError("answer_cut", f"turn {index} goes on behind the stop token {stop[0]!r}")
+    _verify_calls(turn, index, shown[: stop.start()] if stop else shown)
+
+
+def _verify_calls(turn: Turn, index: int, shown: str) -> None:
     for call in turn.get("tool_calls", ()):
-        if call["function"]["name"] not in shown:
-            raise RowError("tools_not_rendered", f"turn {index} is rendered without its call")
+        if lost := _lost([call["function"]["name"], call["function"]["arguments"]], shown):
+            detail = f"turn {index} is rendered without {lost!r} of its call"
+            raise RowError("tools_not_rendered", detail)
 
 
 def _verify_tools(talk: Talk, whole: str) -> None:
     for tool in talk.tools or ():
-        if tool["function"]["name"] not in whole:
-            name = tool["function"]["name"]
-            raise RowError("tools_not_rendered", f"the template leaves the tool {name} out")
+        function = tool["function"]
+        parameters = function.get("parameters")
+        known = parameters.get("properties") if isinstance(parameters, dict) else None
+        said = [function["name"], function.get("description")]
+        said += list(known) if isinstance(known, dict) else []
+        if lost := _lost(said, whole):
+            detail = f"the template leaves {lost!r} of the tool {function['name']} out"
+            raise RowError("tools_not_rendered", detail)
+
+
+def _lost(value: Any, shown: str) -> str | None:
+    """A text, number or key in ``value`` that ``shown`` does not have, as it is or as JSON."""
+    if isinstance(value, dict):
+        value = [one for pair in value.items() for one in pair]
+    if isinstance(value, list):
+        return next((lost for one in value if (lost := _lost(one, shown))), None)
+    if value is None:
+        return None
+    written = value.strip() if isinstance(value, str) else str(value)
+    forms = (written, *(json.dumps(value, ensure_ascii=escaped) for escaped in (False, True)))
+    if any(_bare(form) in shown for form in forms):
+        return None
+    return written[:40]
+
+
+def _bare(form: str) -> str:
+    return form[1:-1].strip() if len(form) > 1 and form[0] == form[-1] == '"' else form
+
+
+def _verify_turns(turns: Sequence[Turn], whole: str) -> None:
+    """Every turn's text is in ``whole``, in the turns' order; a system turn's may stand anywhere.
+
+    Thoughts at the start of an earlier answer may be left out, as reasoning models' templates do.
+    """
+    place = 0
+    for index, turn in enumerate(turns):
+        said = turn["content"].strip()
+        if turn["role"] == "system":
+            if said not in whole:
+                raise RowError("turn_not_rendered", f"the text of turn {index} (system) is missing")
+            continue
+        forms = [said]
+        if turn["role"] == "tool":
+            forms += [json.dumps(said, ensure_ascii=escaped)[1:-1] for escaped in (False, True)]
+        if turn["role"] == "assistant" and "</think>" in said:
+            forms += [said.rpartition("</think>")[2].strip()]
+        if "tool_calls" in turn:
+            _verify_calls(turn, index, whole[place:])
+        found = [at + len(form) for form in forms if (at := whole.find(form, place)) >= 0]
+        if not found:
+            detail = f"the text of turn {index} ({turn['role']}) is missing or out of its place"
+            raise RowError("turn_not_rendered", detail)
+        place = min(found)
 
 
 def _num_common(ours: Sequence[Any], theirs: Sequence[Any]) -> int:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stages.base import StageError
+
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
@@ -26,13 +28,16 @@ def pack(rows: "Dataset", length: int) -> "Dataset":
     """``rows`` in sequences of at most ``length`` tokens, with ``seq_lengths``.
 
     All columns are lists of one length in each row. Rows longer than ``length`` are cut into
-    pieces; no token is lost, and the same rows always give the same sequences.
+    pieces; no token is lost, and the same rows always give the same sequences. Raises
+    :class:`StageError` where there are none.
     """
     import numpy as np
     import pyarrow
     from datasets import Dataset, Features, List, Value
     from datasets.table import InMemoryTable
 
+    if not len(rows):
+        raise StageError("no rows to pack; give a split that holds rows")
     table = _plain(rows)
     starts = piece_starts(table.column(0).chunk(0).offsets.to_numpy(), length)
     sizes = np.diff(starts)

@@ -1,5 +1,6 @@
 """Findings about data files as text for a terminal and as an HTML page."""
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -14,26 +15,32 @@ STYLE = (
     "@media(prefers-color-scheme:dark){body{background:#161617;color:#eee}pre{background:#232326}"
     "mark{background:#1f5132}td:first-child{color:#999}}"
 )
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 CLIPPED = 1200
 """Characters of a sample that a terminal shows of each piece."""
 
 
 def text(found: Findings, *, colour: bool = False) -> str:
     """Facts, problems and samples. What is trained stands in ``[[`` and ``]]``, or in colour."""
-    out = [found.file.shown, *(f"  {name:<11} {value}" for name, value in facts(found))]
+    out = [found.file.shown, *(f"  {name:<11} {visible(value)}" for name, value in facts(found))]
     for rule, number, places in problems(found):
-        out.append(f"  problem     {rule} {number:,}: {places}")
-    if not found.tally.counts:
+        out.append(f"  problem     {visible(rule)} {number:,}: {visible(places)}")
+    if not found.tally.counts and not found.unread:
         out.append("  problems    none")
     for place, marked in found.samples:
         out += [f"  -- {place}", *(f"  | {line}" for line in _sample(marked, colour).split("\n"))]
     return "\n".join(out) + "\n"
 
 
+def visible(line: str) -> str:
+    """``line`` with control characters written out: what a file holds must not move the cursor."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), line)
+
+
 def _sample(marked: Marked, colour: bool) -> str:
     before, after = ("\033[32m", "\033[0m") if colour else ("[[", "]]")
     return "".join(
-        f"{before}{_clipped(piece)}{after}" if trained else _clipped(piece)
+        f"{before}{visible(_clipped(piece))}{after}" if trained else visible(_clipped(piece))
         for piece, trained in marked
     )
 

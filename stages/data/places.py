@@ -17,8 +17,16 @@ class Place:
     row: int | None = None
     """Counted from 0, as in ``rows[row]``."""
 
+    origin: str | None = None
+    """Where the user's own file has it, for a line of a file that a stage wrote."""
+
     def __str__(self) -> str:
-        return f"{self.file}[{self.row}]" if self.line is None else f"{self.file}:{self.line}"
+        own = f"{self.file}[{self.row}]" if self.line is None else f"{self.file}:{self.line}"
+        return own if self.origin is None else f"{self.origin} ({own})"
+
+
+class Cell(str):
+    """The text of a table's cell that may be JSON: it is read so where a list belongs."""
 
 
 @dataclass(frozen=True)

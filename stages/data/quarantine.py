@@ -56,6 +56,7 @@ def opened(out: Path) -> Iterator[Keep]:
         def keep(kind: str, place: Place, fault: RowError, value: Any) -> None:
             spot = {"row": place.row} if place.line is None else {"line": place.line}
             entry = {"kind": kind, "file": place.file, **spot, "rule": fault.rule}
+            entry |= {"origin": place.origin} if place.origin else {}
             entry |= {"detail": fault.detail, "excerpt": excerpt(value)}
             file.write(lines.dump(entry) + "\n")
 
@@ -68,8 +69,15 @@ def opened(out: Path) -> Iterator[Keep]:
 
 def excerpt(value: Any) -> str:
     """The start of a row, whatever it is."""
-    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        shown = value if isinstance(value, str) else _dump(value)
+    except RecursionError:
+        shown = "(nested too deeply to show)"
     return shown[:EXCERPT].encode(errors="backslashreplace").decode()
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def counts(tally: Mapping[str, int]) -> dict[str, int]:
@@ -103,5 +111,5 @@ def enforce_budget(
         f"{''.join(f', {other} {count}' for other, count in others)}"
         f"{' in ' + ', '.join(sources[:3]) if sources else ''}"
         f"{', ...' if len(sources) > 3 else ''}; "
-        f"see {out / NAME}, then mend the rows or raise drop_budget"
+        f"see {out / NAME}, then mend the rows{' or raise drop_budget' if bad < num_rows else ''}"
     )

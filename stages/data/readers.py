@@ -4,7 +4,6 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any, BinaryIO
 
 from stages.base import StageError
@@ -40,8 +39,11 @@ def read(file: DataFile, *, tick: Tick = lambda _: None) -> Iterator[Record]:
 
 def _read_json(file: DataFile, tick: Tick) -> Iterator[Record]:
     with files.opened(file, lambda _: None) as stream:
-        head = stream.read(HEAD + 1)
-    layout = _layout(head[:HEAD].removeprefix(BOM), whole=len(head) <= HEAD)
+        head = stream.read(HEAD)
+        if head[head.rfind(b"\n") + 1 :].removeprefix(BOM).startswith(b"{"):
+            head += stream.readline(LARGEST)  # a long row tells as much as a short one
+        whole = not stream.read(1)
+    layout = _layout(head.removeprefix(BOM), whole=whole)
     with files.opened(file, tick) as stream:
         yield from layout(stream, file)
 
@@ -50,7 +52,7 @@ def _layout(head: bytes, *, whole: bool) -> Any:
     """How the rows follow one another, told from the file's first bytes.
 
     One whole value on the first line with more below is JSON lines. Where the first line is no
-    JSON, it is damaged JSON lines if a line near it is an object at the left margin, which
+    JSON, it is damaged JSON lines if another line is an object at the left margin, which
     pretty-printed JSON never has.
     """
     rows = [line for line in head.split(b"\n")[: None if whole else -1] if line.strip()]
@@ -58,7 +60,7 @@ def _layout(head: bytes, *, whole: bool) -> Any:
         return _read_lines
     if head.lstrip()[:1] == b"[":
         return _read_array
-    if any(line.startswith(b"{") and _is_json(line) for line in islice(rows, 10)):
+    if any(line.startswith(b"{") and _is_json(line) for line in rows):
         return _read_lines
     return _read_stream
 
@@ -73,7 +75,7 @@ def _is_json(line: bytes) -> bool:
 
 def _read_lines(stream: BinaryIO, file: DataFile) -> Iterator[Record]:
     for number, line in enumerate(stream, 1):
-        content = line.removeprefix(BOM) if number == 1 else line
+        content = line.removeprefix(BOM)  # files that were joined have one at each seam
         if content.strip():
             yield _record(content.rstrip(b"\r\n"), Place(file.name, line=number))
 
@@ -146,10 +148,14 @@ class _Text:
             try:
                 value, end = _DECODER.raw_decode(self.window, self.position)
             except json.JSONDecodeError as error:
-                # Where the window ends inside a value, so does the text that was decoded.
+                # Where the window ends inside a value, so does the text that was decoded. Reading
+                # on moves the window, so the place is taken from where the value begins.
+                inside = error.pos - self.position
                 if not self._is_cut(error) or not self._more():
-                    raise self.fault(error.msg, error.pos) from None
+                    raise self.fault(error.msg, self.position + inside) from None
                 continue
+            except ValueError as error:  # an integer of thousands of digits
+                raise self.fault(str(error), self.position) from None
             except RecursionError:
                 where = f"{self.file.shown}:{self.line}"
                 raise StageError(f"{where}: nested too deeply to be a row") from None

@@ -12,6 +12,7 @@ RULES = {
     "not_turns": "a turn is an object with role and content (or from and value)",
     "not_text": "the text of a turn is a string that UTF-8 can write",
     "not_a_label": "a label is true or false, or 1 or 0",
+    "bad_train_flag": "train and weight are true or false, or 1 or 0",
     "unknown_role": "a role is one that is known, or one that the columns setting names",
     "bad_tool_call": "a tool call has a name and arguments that are a JSON object",
     "bad_tools": "tools is a list of function definitions with names, or such a list as JSON text",
@@ -25,15 +26,20 @@ RULES = {
     "opens_with_assistant": "the first turn, but for the system's, is the user's",
     "ends_with_user": "the last turn is the assistant's",
     "answer_without_question": "the turn before a pair's answers is the user's or a tool's",
-    "different_prompts": "the two conversations of a pair differ in the last turn only",
+    "different_prompts": "the two conversations of a pair begin with the prompt and differ in the "
+    "last turn only",
+    "answer_not_trained": "the answers of a pair are not marked as untrained",
     "chosen_equals_rejected": "the two answers of a pair differ",
     # What the user asked to leave out; never counted against the drop budget.
     "too_long": "the row is longer than the limit that was set",
     # What a model's template and tokenizer make of a row.
     "cannot_be_rendered": "the chat template refuses the conversation",
-    "tools_not_rendered": "the template shows the row's tools and tool calls",
+    "tools_not_rendered": "the template shows the row's tools and tool calls, parameters, "
+    "descriptions and arguments included",
     "history_rewritten": "the template renders earlier turns as they are, whatever follows",
+    "turn_not_rendered": "the text of every turn is in the rendering, in the turns' order",
     "answer_rewritten": "the template renders an assistant turn with its text",
+    "answer_cut": "the whole answer stands before its first stop token",
     "special_token_in_text": "no text holds a special token, which it would become",
     "two_bos": "the rendering begins with one BOS token at most",
     "no_stop_token": "the template closes an assistant turn with a stop token",

@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
+from stages.base import StageError
 from stages.data import columns, conversations, turns
 from stages.data.columns import Columns
 from stages.data.conversations import Canonical, Kind
+from stages.data.places import Cell
 from stages.data.rules import RowError, text
 from stages.data.turns import Dialect, Turn
 
@@ -17,7 +20,14 @@ Read = Callable[[Raw, Dialect], Canonical]
 SAMPLE = 100
 """Rows from which a file's shape is told."""
 
-LABELS = {"true": True, "false": False, "1": True, "0": False}
+CONTENT = frozenset(
+    ("context", "contexts", "passage", "input", "history", "system", "system_prompt", "tools",
+     "functions", "reasoning", "reasoning_content", "thinking", "chain_of_thought", "label")
+)  # fmt: skip
+"""Columns that carry part of a row by their name: one that a shape has no place for is refused."""
+
+SECOND = {"system": "system_prompt", "tools": "functions"}
+"""Second names of columns that every shape may have."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,9 @@ class Shape:
     also: Callable[[Raw], bool] = lambda row: True
     """What the cells must look like beside."""
 
+    more: tuple[str, ...] = ("system", "context")
+    """Fields that a row may have beside, and ``tools``."""
+
 
 @dataclass(frozen=True)
 class Form:
@@ -43,13 +56,22 @@ class Form:
     """Field to column, where the two differ."""
 
     dialect: Dialect = turns.PLAIN
+    ignored: frozenset[str] = frozenset()
+    """Columns that may be left unread although they carry content."""
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """The columns that are read."""
+        shape = SHAPES[self.shape]
+        fields = (*shape.fields, *shape.more, "tools")
+        return frozenset(self.columns.get(field, field) for field in fields)
 
     @property
     def kind(self) -> Kind:
         return SHAPES[self.shape].kind
 
 
-def detect(rows: Iterable[Any], *, accepted: Iterable[Kind], named: Columns | None) -> Form | None:
+def detect(rows: Sequence[Any], *, accepted: Iterable[Kind], named: Columns | None) -> Form | None:
     """The form that most of the objects among ``rows`` have, or ``None`` where none has any.
 
     Among shapes that fit one row the first wins, those of an ``accepted`` kind before others; but
@@ -59,16 +81,53 @@ def detect(rows: Iterable[Any], *, accepted: Iterable[Kind], named: Columns | No
     order = sorted(SHAPES, key=lambda name: SHAPES[name].kind not in wanted)
     if "conversations" in wanted:  # a pair with a surplus `messages` column is a conversation
         order = sorted(SHAPES, key=lambda name: SHAPES[name].kind == "conversations")
-        order = ["messages", *(name for name in order if name != "messages")]
+        first = ["unpaired_messages", "messages"]  # judged rows are never conversations
+        order = [*first, *(name for name in order if name not in first)]
     most = _most_common(rows, order, named)
-    return Form(most[0], dict(most[1]), turns.dialect(named)) if most else None
+    return _form(most[0], dict(most[1]), rows, named) if most else None
 
 
-def asked(shape: str, rows: Iterable[Any], named: Columns | None) -> Form:
+def _form(shape: str, renamed: dict[str, str], rows: Sequence[Any], named: Columns | None) -> Form:
+    """The form with the second names of columns that no row has under their first."""
+    may = (*SHAPES[shape].more, "tools")
+    held = {column for row in rows for column, cell in row.items() if cell not in EMPTY}
+    second = {
+        field: column
+        for field, column in SECOND.items()
+        if field in may and field not in renamed and column in held and field not in held
+    }
+    ignored = frozenset(named.ignored if named else ())
+    second = {field: column for field, column in second.items() if column not in ignored}
+    return Form(shape, renamed | second, turns.dialect(named), ignored)
+
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Cells that say nothing."""
+
+
+def unread(row: Any, form: Form) -> list[str]:
+    """The columns of ``row`` that hold something and that ``form`` does not read."""
+    if not isinstance(row, dict):
+        return []
+    return [c for c in row.keys() - form.read if row[c] not in EMPTY]
+
+
+def refuse_content(columns: Iterable[str], form: Form, *, shown: str) -> None:
+    """Raise :class:`StageError` for unread columns that carry part of a row."""
+    lost = sorted((CONTENT & set(columns)) - form.ignored)
+    if lost:
+        raise StageError(
+            f"{shown}: {form.shape} rows have no place for the column {', '.join(lost)}; put it "
+            "into a column that they have, or set prepare_data.config.columns: "
+            f"{{ignored: [{', '.join(lost)}]}} to leave it unread"
+        )
+
+
+def asked(shape: str, rows: Sequence[Any], named: Columns | None) -> Form:
     """The form of rows whose shape was given; the columns are those that most rows have."""
     most = _most_common(rows, [shape], named)
     found = dict(most[1]) if most else columns.given(named)
-    return Form(shape, found, turns.dialect(named))
+    return _form(shape, found, rows, named)
 
 
 Fit = tuple[str, tuple[tuple[str, str], ...]]
@@ -137,7 +196,9 @@ def _turns(row: Raw, field: str, role: str, dialect: Dialect) -> list[Turn]:
 
 def _whole(row: Raw, field: str, dialect: Dialect) -> list[Turn]:
     """A whole conversation in one cell, behind the system column if there is one."""
-    return [*_system(row, dialect), *turns.read_list(row[field], column=field, dialect=dialect)]
+    said = turns.read_list(row[field], column=field, dialect=dialect)
+    system = _system(row, dialect)
+    return said if said[:1] == system else [*system, *said]
 
 
 def _messages(row: Raw, dialect: Dialect) -> Canonical:
@@ -162,8 +223,16 @@ def _question_answer(row: Raw, dialect: Dialect) -> Canonical:
 
 
 def _exchange(row: Raw, dialect: Dialect, question: str, answer: str) -> list[Turn]:
-    said = _turns(row, question, "user", dialect) + _turns(row, answer, "assistant", dialect)
-    return _system(row, dialect) + said
+    asked = _with_context(row, _turns(row, question, "user", dialect))
+    return _system(row, dialect) + asked + _turns(row, answer, "assistant", dialect)
+
+
+def _with_context(row: Raw, asked: list[Turn]) -> list[Turn]:
+    """The last question with what it is about behind it."""
+    if not row.get("context") or not asked:
+        return asked
+    content = f"{asked[-1]['content']}\n{text(row['context'], column='context')}"
+    return [*asked[:-1], {**asked[-1], "content": content}]
 
 
 def _transcript(row: Raw, dialect: Dialect) -> Canonical:
@@ -181,6 +250,8 @@ def _alpaca_prompt(row: Raw, dialect: Dialect) -> list[Turn]:
     if row.get("input"):
         question = f"{question}\n{text(row['input'], column='input')}"
     history = row.get("history") or []
+    if isinstance(history, Cell):
+        history = turns.as_json(history, "not_turns", "history")
     if not isinstance(history, list) or any(
         not isinstance(pair, list) or len(pair) != 2 for pair in history
     ):
@@ -190,7 +261,8 @@ def _alpaca_prompt(row: Raw, dialect: Dialect) -> list[Turn]:
         for pair in history
         for role, content in zip(("user", "assistant"), pair, strict=True)
     ]
-    return [*_system(row, dialect), *past, {"role": "user", "content": question}]
+    asked = _with_context(row, [{"role": "user", "content": question}])
+    return [*_system(row, dialect), *past, *asked]
 
 
 # --- preferences and judged answers
@@ -205,17 +277,8 @@ def _alpaca_preference(row: Raw, dialect: Dialect) -> Canonical:
 
 
 def _preference(row: Raw, dialect: Dialect) -> Canonical:
-    """``chosen`` and ``rejected`` are answers, or whole conversations that repeat the prompt."""
-    prompt = _system(row, dialect) + _turns(row, "prompt", "user", dialect)
-    chosen = _turns(row, "chosen", "assistant", dialect)
-    if len(chosen) < 2 or chosen[0]["role"] == "assistant":
-        return _answers(row, prompt, dialect)
-    pair = _implicit_preference(row, dialect)
-    if prompt and prompt[-1]["content"].strip() not in {
-        turn["content"].strip() for turn in pair["prompt"]
-    }:
-        raise RowError("different_prompts", "chosen and rejected do not contain the prompt")
-    return pair
+    prompt = _with_context(row, _turns(row, "prompt", "user", dialect))
+    return _answers(row, _system(row, dialect) + prompt, dialect)
 
 
 def _implicit_preference(row: Raw, dialect: Dialect) -> Canonical:
@@ -230,9 +293,38 @@ def _transcript_preference(row: Raw, dialect: Dialect) -> Canonical:
 
 
 def _answers(row: Raw, prompt: list[Turn], dialect: Dialect) -> Canonical:
-    chosen = _turns(row, "chosen", "assistant", dialect)
-    rejected = _turns(row, "rejected", "assistant", dialect)
-    return conversations.pair(prompt + chosen, prompt + rejected)
+    """``chosen`` and ``rejected`` go on from the prompt, or repeat it."""
+    return conversations.pair(
+        *(
+            _continued(prompt, _side(row, field, prompt, dialect), field)
+            for field in ("chosen", "rejected")
+        )
+    )
+
+
+def _side(row: Raw, field: str, prompt: list[Turn], dialect: Dialect) -> list[Turn]:
+    """The turns of a side; a text that is a transcript of the prompt's turns is one."""
+    if isinstance(row[field], str) and turns.TRANSCRIPT.match(row[field]):
+        said = turns.transcript(row[field], column=field)
+        asked = [turn for turn in prompt if turn["role"] != "system"]
+        if asked and conversations.begins_with(said, asked):
+            return said
+    return _turns(row, field, "assistant", dialect)
+
+
+def _continued(prompt: list[Turn], side: list[Turn], field: str) -> list[Turn]:
+    """One whole conversation of a pair. Raises :class:`RowError` where the two do not fit."""
+    if not side or side[0]["role"] in ("assistant", "tool"):
+        return prompt + side
+    has_system = side[0]["role"] == "system"
+    num_system = sum(turn["role"] == "system" for turn in prompt)
+    asked = prompt if has_system else prompt[num_system:]
+    own = side if num_system else side[int(has_system) :]
+    if conversations.begins_with(own, asked):
+        return side if has_system else prompt[:num_system] + side
+    if prompt and prompt[-1]["role"] == "assistant" and not has_system:
+        return prompt + side
+    raise RowError("different_prompts", f"{field} neither repeats the prompt nor goes on from it")
 
 
 def _unpaired(row: Raw, dialect: Dialect) -> Canonical:
@@ -245,14 +337,7 @@ def _unpaired_messages(row: Raw, dialect: Dialect) -> Canonical:
 
 
 def _label(value: Any) -> bool:
-    key = str(value).strip().lower()
-    if not isinstance(value, (bool, int, str)) or key not in LABELS:
-        raise RowError("not_a_label", f"label is {value!r}, neither true nor false")
-    return LABELS[key]
-
-
-def _judged(row: Raw) -> bool:
-    return isinstance(row["label"], (bool, int, str)) and str(row["label"]).lower() in LABELS
+    return turns.truth(value, "not_a_label", "label")
 
 
 def _speak(*fields: str) -> Callable[[Raw], bool]:
@@ -263,19 +348,30 @@ def _speak(*fields: str) -> Callable[[Raw], bool]:
 
 
 SHAPES: Mapping[str, Shape] = {
-    "unpaired_messages": Shape("unpaired", ("messages", "label"), _unpaired_messages, also=_judged),
+    "unpaired_messages": Shape(
+        "unpaired",
+        ("messages", "label"),
+        _unpaired_messages,
+        named=(("conversations", "label"),),
+        more=("system",),
+    ),
     "unpaired": Shape(
         "unpaired",
         ("prompt", "completion", "label"),
         _unpaired,
         named=(("prompt", "response", "label"), ("question", "answer", "label")),
-        also=_judged,
     ),
     "sharegpt_preference": Shape(
-        "preferences", ("conversations", "chosen", "rejected"), _sharegpt_preference
+        "preferences",
+        ("conversations", "chosen", "rejected"),
+        _sharegpt_preference,
+        more=("system",),
     ),
     "alpaca_preference": Shape(
-        "preferences", ("instruction", "chosen", "rejected"), _alpaca_preference
+        "preferences",
+        ("instruction", "chosen", "rejected"),
+        _alpaca_preference,
+        more=("system", "context", "input", "history"),
     ),
     "preference": Shape(
         "preferences",
@@ -288,15 +384,19 @@ SHAPES: Mapping[str, Shape] = {
         ("chosen", "rejected"),
         _transcript_preference,
         also=_speak("chosen", "rejected"),
+        more=("system",),
     ),
-    "implicit_preference": Shape("preferences", ("chosen", "rejected"), _implicit_preference),
-    "messages": Shape("conversations", ("messages",), _messages),
-    "sharegpt": Shape("conversations", ("conversations",), _sharegpt),
+    "implicit_preference": Shape(
+        "preferences", ("chosen", "rejected"), _implicit_preference, more=("system",)
+    ),
+    "messages": Shape("conversations", ("messages",), _messages, more=("system",)),
+    "sharegpt": Shape("conversations", ("conversations",), _sharegpt, more=("system",)),
     "alpaca": Shape(
         "conversations",
         ("instruction", "output"),
         _alpaca,
         named=(("instruction", "response"),),
+        more=("system", "context", "input", "history"),
     ),
     "prompt_completion": Shape(
         "conversations",
@@ -310,8 +410,10 @@ SHAPES: Mapping[str, Shape] = {
         _question_answer,
         named=(("question", "response"), ("query", "answer"), ("query", "response")),
     ),
-    "transcript": Shape("conversations", ("text",), _transcript, also=_speak("text")),
-    "text": Shape("conversations", ("text",), _text),
+    "transcript": Shape(
+        "conversations", ("text",), _transcript, also=_speak("text"), more=("system",)
+    ),
+    "text": Shape("conversations", ("text",), _text, more=()),
 }
 """In the order of detection: a shape stands before those whose columns it includes."""
 

@@ -1,7 +1,6 @@
 """Rows out of tables, one at a time: CSV, TSV, Parquet and Arrow files."""
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO
@@ -9,7 +8,7 @@ from typing import Any, BinaryIO
 from stages.base import StageError
 from stages.data import files
 from stages.data.files import DataFile, Tick
-from stages.data.places import Place, Record
+from stages.data.places import Cell, Place, Record
 from stages.data.rules import RowError
 
 BATCH = 512
@@ -17,14 +16,17 @@ BATCH = 512
 
 
 def read_delimited(file: DataFile, tick: Tick, *, delimiter: str) -> Iterator[Record]:
-    """A text table with a header. An empty cell is a missing value; ``[`` or ``{`` opens JSON."""
+    """A text table with a header. An empty cell is a missing value.
+
+    The column without a name that pandas writes for its index is called ``Unnamed: 0``.
+    """
     csv.field_size_limit(1 << 30)
     with files.opened(file, tick) as stream:
         rows = csv.reader(_decoded(stream, file), delimiter=delimiter, strict=True)
         header = _header(file, rows)
         while True:
             place = Place(file.name, line=rows.line_num + 1)
-            cells = _next(file, rows)
+            cells = _next(file, rows, place.line)
             if cells is None:
                 return
             if cells:
@@ -42,17 +44,23 @@ def _decoded(stream: BinaryIO, file: DataFile) -> Iterator[str]:
             ) from None
 
 
-def _next(file: DataFile, rows: Any) -> list[str] | None:
+def _next(file: DataFile, rows: Any, first: int | None) -> list[str] | None:
+    """The next row; where its quotes never close, the fault stands where it begins."""
     try:
         return next(rows, None)
     except csv.Error as error:
-        raise StageError(
-            f"{file.shown}:{rows.line_num}: not a table ({error}); mend the quotes there"
-        ) from None
+        broken = "new-line character" in str(error)
+        way_out = "save it with LF or CRLF line breaks" if broken else "mend the quotes of its row"
+        raise StageError(f"{file.shown}:{first}: not a table ({error}); {way_out}") from None
 
 
 def _header(file: DataFile, rows: Any) -> list[str]:
-    header = [name.strip() for name in _next(file, rows) or []]
+    cells = _next(file, rows, 1)
+    while cells is not None and not cells:
+        cells = _next(file, rows, rows.line_num + 1)
+    header = [name.strip() for name in cells or []]
+    if len(header) > 1 and not header[0]:
+        header[0] = "Unnamed: 0"
     if len(set(header)) < len(header) or not all(header):
         raise StageError(
             f"{file.shown}:1: the header must name every column once, not {', '.join(header)}"
@@ -68,12 +76,7 @@ def _record(place: Place, header: list[str], cells: list[str]) -> Record:
 
 
 def _cell(cell: str) -> Any:
-    if cell[:1] in ("[", "{"):
-        try:
-            return json.loads(cell)
-        except (ValueError, RecursionError):
-            return cell
-    return cell or None
+    return (Cell(cell) if cell[0] in "[{" else cell) if cell else None
 
 
 def read_parquet(file: DataFile, tick: Tick) -> Iterator[Record]:
@@ -119,7 +122,10 @@ def _rows(
         try:
             for batch in batches(source):
                 batch.validate(full=True)  # else damaged offsets end the process
+                filled = [field.name for field in batch.schema if _has_struct(field.type)]
                 for value in batch.to_pylist():
+                    for name in filled:
+                        value[name] = _without_none(value[name])
                     yield Record(Place(file.name, row=row), value)
                     row += 1
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
@@ -127,6 +133,23 @@ def _rows(
                 f"{file.shown}: damaged {what} file, after row {row} "
                 f"({str(error).splitlines()[0]}); fetch it again"
             ) from None
+
+
+def _has_struct(kind: Any) -> bool:
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return True
+    return any(_has_struct(kind.field(n).type) for n in range(kind.num_fields))
+
+
+def _without_none(value: Any) -> Any:
+    """Structs of one column have the same fields, so that absent ones come back as ``None``."""
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_none(one) for one in value]
+    return value
 
 
 READERS: Mapping[str, Callable[[DataFile, Tick], Iterator[Record]]] = {

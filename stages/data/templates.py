@@ -16,6 +16,12 @@ from stages.data.turns import Turn
 if TYPE_CHECKING:
     import numpy as np
 
+JSON_FILES = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "tokenizer.json",
+)  # fmt: skip
+"""What a tokenizer is loaded from; damage in them is found before a library stumbles over it."""
+
 PROBES = ("user\nHi", "assistant\n", " one two", "\n\nA b", "a", "[INST] x [/INST]")
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -40,6 +46,9 @@ class Template:
 
     is_stop: "np.ndarray"
     """For each id whether it ends generation."""
+
+    stops: re.Pattern[str] | None
+    """Finds the text of a stop token."""
 
     hints: tuple[str, ...]
     """First characters of the special tokens' texts: a text without them holds no such token."""
@@ -94,6 +103,8 @@ def load(folder: Path, *, date: datetime.date | None = None) -> Template:
     """The template of the checkpoint in ``folder``. Raises :class:`StageError`, never downloads."""
     from transformers import AutoTokenizer
 
+    for name in JSON_FILES:
+        _read_json(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -111,6 +122,7 @@ def load(folder: Path, *, date: datetime.date | None = None) -> Template:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     texts = _special_texts(tokenizer)
+    ends = sorted({str(tokenizer.convert_ids_to_tokens(one)) for one in stop_ids} & set(texts))
     return Template(
         folder,
         tokenizer,
@@ -119,6 +131,7 @@ def load(folder: Path, *, date: datetime.date | None = None) -> Template:
         special=re.compile("|".join(map(re.escape, texts))) if texts else None,
         is_special=_table(tokenizer, tokenizer.convert_tokens_to_ids(texts)),
         is_stop=_table(tokenizer, stop_ids),
+        stops=re.compile("|".join(map(re.escape, ends))) if ends else None,
         hints=tuple(sorted({one[:1] for one in texts})),
         splits=_splits(tokenizer, texts),
         date=date,
@@ -127,9 +140,29 @@ def load(folder: Path, *, date: datetime.date | None = None) -> Template:
 
 def _stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
     path = folder / "generation_config.json"
-    listed = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    listed = (_read_json(path) or {}).get("eos_token_id")
     ids = listed if isinstance(listed, list) else [listed]
+    for one in ids:
+        known = isinstance(one, int) and not isinstance(one, bool) and 0 <= one < len(tokenizer)
+        if one is not None and not known:
+            raise StageError(
+                f"{path}: eos_token_id {one!r} is none of the tokenizer's {len(tokenizer)} ids; "
+                "set it to the token that ends an answer"
+            )
     return frozenset(one for one in (*ids, tokenizer.eos_token_id) if one is not None)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file, ``None`` where there is none. Raises :class:`StageError`."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise StageError(f"{path}: not JSON ({error}); fetch the model again") from None
+    if not isinstance(found, dict):
+        raise StageError(f"{path}: {type(found).__name__}, not an object; fetch the model again")
+    return found
 
 
 def _leading_bos(tokenizer: Any) -> int | None:
@@ -198,6 +231,8 @@ def render(
     compiled = compile_for(template, tools)
     try:
         return compiled.render(turns, tools or None, to_answer)
+    except StageError:
+        raise
     except _faults() as error:
         raise _explained(error) from None
 
@@ -216,6 +251,8 @@ def render_marked(
             add_generation_prompt=False,
             **template.variables,
         )
+    except StageError:
+        raise
     except _faults() as error:
         raise _explained(error) from None
 
@@ -233,6 +270,7 @@ def compile_for(template: Template, tools: Sequence[Any] | None) -> Compiled:
     """The template for rows with or without tools: some models have one for each."""
     known = bool(tools)
     if known not in template.compiled:
+        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
@@ -243,7 +281,14 @@ def compile_for(template: Template, tools: Sequence[Any] | None) -> Compiled:
                 "be rendered; put its chat_template.jinja beside the tokenizer, or fetch the "
                 "model's chat variant"
             ) from None
-        jinja = _compile_jinja_template(text)
+        try:
+            jinja = _compile_jinja_template(text)
+        except (TemplateError, RecursionError) as error:
+            line = getattr(error, "lineno", None)
+            raise StageError(
+                f"{template.folder}: the chat template cannot be compiled"
+                f"{f', line {line}' if line else ''} ({error}); mend chat_template.jinja"
+            ) from None
         template.compiled[known] = Compiled(
             jinja,
             jinja.new_context(dict(template.variables)),
@@ -258,7 +303,10 @@ def _faults() -> tuple[type[Exception], ...]:
     """What a template raises that refuses a row, or that expects rows of another form."""
     from jinja2 import TemplateError
 
-    return (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError)
+    return (
+        *(TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, ValueError),
+        RecursionError,
+    )
 
 
 def _explained(error: Exception) -> RowError:
@@ -294,5 +342,8 @@ def by_transformers(
     if compile_for(template, tools).clock:  # its clock is the wall's
         text = render(template, turns, tools=tools)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = tokenizer.apply_chat_template(list(turns), tools=list(tools) if tools else None)
+    try:
+        found = tokenizer.apply_chat_template(list(turns), tools=list(tools) if tools else None)
+    except _faults() as error:
+        raise _explained(error) from None
     return found["input_ids"]

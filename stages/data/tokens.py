@@ -9,6 +9,7 @@ from stages.base import StageError
 from stages.data import lines, masking, quarantine, templates
 from stages.data.conversations import Canonical, Kind
 from stages.data.masking import Masked, Tails, Talk
+from stages.data.origins import Origins
 from stages.data.places import Place
 from stages.data.rules import RowError
 from stages.data.templates import Template
@@ -77,7 +78,15 @@ class Tokenizing:
     file: str
     """The split's name in messages."""
 
+    origins: Origins | None = None
+    """Where the user's own files have the rows."""
+
     tails: Tails = field(default_factory=Tails)
+
+    def place(self, number: int) -> Place:
+        """Where line ``number`` of the split comes from."""
+        origin = self.origins.of(number) if self.origins else None
+        return Place(self.file, line=number, origin=origin)
 
 
 def block(work: Tokenizing, first: int, rows: Sequence[bytes]) -> Block:
@@ -86,7 +95,7 @@ def block(work: Tokenizing, first: int, rows: Sequence[bytes]) -> Block:
     Raises :class:`StageError` for a row that is too long where that is to be an error, and for ids
     that are not the template's.
     """
-    values: list[Canonical] = [lines.load(row) for row in rows]
+    values = [_value(work, row, number) for number, row in enumerate(rows, first)]
     talks = [_talks(value) for value in values]
     masked = iter(masking.mask(work.template, [one for few in talks for one in few], work.tails))
     kept: list[Tokens] = []
@@ -95,11 +104,48 @@ def block(work: Tokenizing, first: int, rows: Sequence[bytes]) -> Block:
         found = [next(masked) for _ in few]
         try:
             if number <= GATED or zlib.crc32(row) % GATED_LATER == 0:
-                _compare(work, few, found, Place(work.file, line=number))
+                _compare(work, few, found, work.place(number))
             kept.append(_fit(work, value, _tokens(work, value, found), number))
         except RowError as fault:
             rejects.append((number, fault, quarantine.excerpt(row.decode().rstrip("\n"))))
     return _gathered(kept, rejects, num_read=len(rows))
+
+
+def _value(work: Tokenizing, line: bytes, number: int) -> Canonical:
+    """The row on a line. Raises :class:`StageError` for what prepare_data does not write."""
+    row: Any
+    try:
+        row = lines.load(line)
+    except (ValueError, RecursionError) as error:
+        row = str(error)
+    if not _is_row(row, work.kind):
+        what = row if isinstance(row, str) else f"no row of {work.kind}"
+        raise StageError(
+            f"{Place(work.file, line=number)}: damaged ({what}); prepare the data again"
+        )
+    return row
+
+
+def _is_row(row: Any, kind: Kind) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("tools", []), list):
+        return False
+    if kind == "conversations" and "text" in row:
+        return isinstance(row["text"], str)
+    names = {
+        "conversations": ("messages",),
+        "preferences": ("prompt", "chosen", "rejected"),
+        "unpaired": ("prompt", "completion"),
+    }[kind]
+    return all(
+        isinstance(row.get(name), list)
+        and all(
+            isinstance(turn, dict)
+            and isinstance(turn.get("role"), str)
+            and isinstance(turn.get("content"), str)
+            for turn in row[name]
+        )
+        for name in names
+    ) and isinstance(row.get("label", False), bool)
 
 
 def _talks(row: Canonical) -> list[Talk]:
@@ -227,18 +273,68 @@ def _fit(work: Tokenizing, row: Canonical, tokens: Tokens, number: int) -> Token
         return tokens
     if work.fitting.on_overflow == "error":
         raise StageError(
-            f"{Place(work.file, line=number)}: {length} tokens, max_length is {limit}; "
+            f"{work.place(number)}: {length} tokens, max_length is {limit}; "
             "raise max_length, or set on_overflow to drop or truncate_prompt"
         )
-    while tokens.length > limit and work.fitting.on_overflow == "truncate_prompt":
-        shorter = _shorten(work.template, row, tokens.length - limit)
-        if shorter is None:
-            break
-        row, found = shorter, masking.mask(work.template, _talks(shorter), work.tails)
-        tokens = replace(_tokens(work, row, found), truncated=True)
+    too_long = RowError("too_long", f"{length} tokens, max_length is {limit}")
+    if work.fitting.on_overflow == "truncate_prompt":
+        row = _without_oldest(work.template, row, tokens.length, limit)
+    shorter = row if work.fitting.on_overflow == "truncate_prompt" else None
+    while tokens.length > limit and shorter is not None:
+        found = masking.mask(work.template, _talks(shorter), work.tails)
+        try:
+            tokens = replace(_tokens(work, shorter, found), truncated=True)
+        except RowError:  # what is left has nothing to learn from: the row was too long for it
+            raise too_long from None
+        row = shorter
+        if tokens.length > limit:
+            shorter = _shorten(work.template, row, tokens.length - limit)
     if tokens.length > limit:
-        raise RowError("too_long", f"{length} tokens, max_length is {limit}")
+        raise too_long
     return tokens
+
+
+def _without_oldest(template: Template, row: Canonical, length: int, limit: int) -> Canonical:
+    """``row`` without as many of its oldest questions as the limit asks for.
+
+    How many is found by halving, on renderings of the whole conversation: what these are longer
+    than the ``length`` that was measured, the text behind the last stop token, is always the same.
+    """
+    if "text" in row:
+        return row
+    try:
+        behind = _rendered_length(template, row) - length
+        least, most = 0, max(0, _num_questions(row) - 1)
+        while least < most:
+            middle = (least + most) // 2
+            if _rendered_length(template, _later(row, middle)) - behind <= limit:
+                most = middle
+            else:
+                least = middle + 1
+    except RowError:  # the template refuses some beginning: one question after another, then
+        return row
+    return _later(row, least)
+
+
+def _rendered_length(template: Template, row: Canonical) -> int:
+    texts = [templates.render(template, one.turns, tools=one.tools) for one in _talks(row)]
+    return max(map(len, templates.encode(template, texts)))
+
+
+def _num_questions(row: Canonical) -> int:
+    turns = row["prompt"] if "prompt" in row else row["messages"]
+    return sum(turn["role"] == "user" for turn in turns)
+
+
+def _later(row: Canonical, number: int) -> Canonical:
+    """``row`` from its question ``number`` on, behind its system turn."""
+    name = "prompt" if "prompt" in row else "messages"
+    turns = row[name]
+    questions = [index for index, turn in enumerate(turns) if turn["role"] == "user"]
+    if not number or number >= len(questions):
+        return row
+    num_system = sum(turn["role"] == "system" for turn in turns)
+    return {**row, name: [*turns[:num_system], *turns[questions[number] :]]}
 
 
 def _shorten(template: Template, row: Canonical, excess: int) -> Canonical | None:
@@ -255,11 +351,13 @@ def _shorten(template: Template, row: Canonical, excess: int) -> Canonical | Non
     turns = row[name][: len(row[name]) - len(answer)]
     num_system = sum(turn["role"] == "system" for turn in turns)
     questions = [index for index, turn in enumerate(turns) if turn["role"] == "user"]
+    if not questions:
+        return None
     if len(questions) > 1:
         rest = turns[questions[1] :]
     else:
         question = turns[questions[0]]["content"]
-        num_tokens = len(templates.encode(template, [question])[0])
+        num_tokens = max(1, len(templates.encode(template, [question])[0]))
         kept = question[max(1, len(question) * excess // num_tokens) :]
         if not kept.strip():
             return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.data.columns import Columns
+from stages.data.places import Cell
 from stages.data.rules import RowError, text
 
 Turn = dict[str, Any]
@@ -27,7 +28,18 @@ ROLES = {
 """Each known name of a role with the role. A ``call`` is an assistant turn that calls a tool."""
 
 KEYS = (("role", "content"), ("from", "value"))
-TRANSCRIPT = re.compile(r"\A\s*(?:Human|H): ")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names under which an assistant's thoughts stand in a turn."""
+
+FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+"""What a truth may be written as."""
+
+DEEPEST = 100
+"""So far may a tool's definition or arguments be nested."""
+
+TRANSCRIPT = re.compile(r"\A\s*Human:.*?(?:\r?\n){2}Assistant:", re.DOTALL)
+_OPEN = re.compile(r"\A(?:\r?\n){2}Human:|\A\s*Human:.*(?:\r?\n){2}Assistant:\s*\Z", re.DOTALL)
+"""A prompt that is a transcript: it begins as hh-rlhf's do, or awaits the assistant's words."""
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant): ?")
 
 
@@ -48,7 +60,7 @@ def dialect(columns: Columns | None) -> Dialect:
         return PLAIN
     own = (columns.role or "role", columns.content or "content")
     roles = ROLES | {
-        name: role
+        name.strip().lower(): role
         for role in ("user", "assistant", "system")
         for name in getattr(columns, f"{role}_roles")
     }
@@ -56,10 +68,14 @@ def dialect(columns: Columns | None) -> Dialect:
 
 
 def read(value: Any, *, column: str, role: str, dialect: Dialect) -> list[Turn]:
-    """``value`` as turns: a text is one turn of ``role``, or a transcript."""
+    """``value`` as turns: a text is one turn of ``role``, or a transcript.
+
+    A table's cell may hold turns as JSON.
+    """
+    value = _opened(value)
     if isinstance(value, str):
-        if role == "user" and value.startswith("\n\nHuman: "):
-            return transcript(value, column=column)
+        if role == "user" and _OPEN.match(value):
+            return transcript(value, column=column, awaits=True)
         return [{"role": role, "content": text(value, column=column)}]
     if isinstance(value, dict):
         return [_turn(value, column, dialect)]
@@ -68,17 +84,34 @@ def read(value: Any, *, column: str, role: str, dialect: Dialect) -> list[Turn]:
 
 def read_list(value: Any, *, column: str, dialect: Dialect) -> list[Turn]:
     """A list of turns. Raises :class:`RowError` for anything else."""
+    if isinstance(value, Cell):
+        value = as_json(value, "not_turns", column)
     if not isinstance(value, list):
         raise RowError("not_turns", f"{column} is {type(value).__name__}, not a list of turns")
     return [_turn(turn, f"{column}[{index}]", dialect) for index, turn in enumerate(value)]
 
 
-def transcript(value: str, *, column: str) -> list[Turn]:
+def _opened(value: Any) -> Any:
+    """A table's cell as the turns that it holds as JSON, or as it is."""
+    if isinstance(value, Cell):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        turns = found if isinstance(found, list) else [found]
+        if turns and all(
+            isinstance(turn, dict) and any(role in turn for role, _ in KEYS) for turn in turns
+        ):
+            return found
+    return value
+
+
+def transcript(value: str, *, column: str, awaits: bool = False) -> list[Turn]:
     """Turns out of ``Human: ...`` and ``Assistant: ...``, two line breaks before each.
 
-    An empty last turn of the assistant awaits an answer and is left away.
+    Where it ``awaits`` an answer, an empty last turn of the assistant is left away.
     """
-    content = text(value, column=column)
+    content = text(value, column=column).replace("\r\n", "\n")
     before, *parts = _SPEAKER.split(content)
     if before.strip() or not parts:
         raise RowError("not_turns", f"{column} does not begin with 'Human: '")
@@ -86,8 +119,8 @@ def transcript(value: str, *, column: str) -> list[Turn]:
         {"role": {"Human": "user", "Assistant": "assistant"}[who], "content": said.strip()}
         for who, said in zip(parts[::2], parts[1::2], strict=True)
     ]
-    awaits = len(turns) > 1 and turns[-1] == {"role": "assistant", "content": ""}
-    return turns[:-1] if awaits else turns
+    ends_empty = len(turns) > 1 and turns[-1] == {"role": "assistant", "content": ""}
+    return turns[:-1] if awaits and ends_empty else turns
 
 
 def _turn(turn: Any, column: str, dialect: Dialect) -> Turn:
@@ -100,14 +133,23 @@ def _turn(turn: Any, column: str, dialect: Dialect) -> Turn:
             if len(turn) == 2 and content_key in turn and role != "call":
                 return {"role": role, "content": content}
             return _rich(turn, role, content, column)
-    raise RowError("not_turns", f"{column} has neither role and content nor from and value")
+    raise RowError(
+        "not_turns",
+        f"{column} has neither role and content nor from and value; "
+        "name its keys in columns.role and columns.content",
+    )
 
 
 def _role(name: Any, column: str, dialect: Dialect) -> str:
-    if not isinstance(name, str) or name not in dialect.roles:
+    role = dialect.roles.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
         known = ", ".join(dialect.roles)
-        raise RowError("unknown_role", f"{column} has the role {name!r}; known: {known}")
-    return dialect.roles[name]
+        raise RowError(
+            "unknown_role",
+            f"{column} has the role {name!r}; known: {known}; name others in columns.user_roles, "
+            "assistant_roles or system_roles",
+        )
+    return role
 
 
 def _calls(turn: Mapping[str, Any]) -> Any:
@@ -121,7 +163,7 @@ def _content(value: Any, column: str, turn: Mapping[str, Any]) -> str:
     if value is None and _calls(turn):
         return ""
     if isinstance(value, list) and value and all(_is_text_part(part) for part in value):
-        return text("".join(part["text"] for part in value), column=column)
+        return "".join(text(part["text"], column=f"{column} part") for part in value)
     return text(value, column=column)
 
 
@@ -132,18 +174,14 @@ def _is_text_part(part: Any) -> bool:
 def _rich(turn: Mapping[str, Any], role: str, content: str, column: str) -> Turn:
     """A turn with what may stand beside its role and content."""
     if role == "call":
-        return {"role": "assistant", "content": "", "tool_calls": _sharegpt_calls(content, column)}
+        calls = _sharegpt_calls(content, column)
+        return {"role": "assistant", "content": "", "tool_calls": calls, **_untrained(turn, column)}
     read: Turn = {"role": role, "content": content}
     if role == "assistant":
         if _calls(turn):
             raw = turn.get("tool_calls") or [{"function": turn["function_call"]}]
             read["tool_calls"] = _openai_calls(raw, f"{column}.tool_calls")
-        if turn.get("reasoning_content"):
-            read["reasoning_content"] = text(
-                turn["reasoning_content"], column=f"{column}.reasoning_content"
-            )
-        if turn.get("weight") == 0 or turn.get("train") is False:
-            read["train"] = False
+        read |= _thought(turn, column) | _untrained(turn, column)
     elif _calls(turn):
         raise RowError("bad_tool_call", f"{column} is a {role} turn and calls a tool")
     if role == "tool":
@@ -153,8 +191,36 @@ def _rich(turn: Mapping[str, Any], role: str, content: str, column: str) -> Turn
     return read
 
 
+def _thought(turn: Mapping[str, Any], column: str) -> Turn:
+    """The thoughts of an assistant turn, which stand under one of several names."""
+    said = {
+        name: text(turn[name], column=f"{column}.{name}") for name in THOUGHTS if turn.get(name)
+    }
+    if len(set(said.values())) > 1:
+        raise RowError("not_turns", f"{column} has different texts in {' and '.join(said)}")
+    return {"reasoning_content": next(iter(said.values()))} if said else {}
+
+
+def _untrained(turn: Mapping[str, Any], column: str) -> Turn:
+    """``{"train": False}`` where ``train`` or ``weight`` asks for it."""
+    asked = [
+        truth(turn[name], "bad_train_flag", f"{column}.{name}")
+        for name in ("train", "weight")
+        if turn.get(name) is not None
+    ]
+    return {} if all(asked) else {"train": False}
+
+
+def truth(value: Any, rule: str, column: str) -> bool:
+    """``value`` as true or false. Raises :class:`RowError` of ``rule``."""
+    key = str(value).strip().lower() if isinstance(value, (bool, int, float, str)) else ""
+    if key not in FLAGS:
+        raise RowError(rule, f"{column} is {str(value)[:60]!r}, neither true nor false")
+    return FLAGS[key]
+
+
 def _sharegpt_calls(content: str, column: str) -> list[Any]:
-    found = _parsed(content, "bad_tool_call", column)
+    found = as_json(content, "bad_tool_call", column)
     calls = found if isinstance(found, list) else [found]
     return [_call(one, column) for one in calls]
 
@@ -177,12 +243,14 @@ def _call(function: Any, column: str, *, call_id: Any = None) -> dict[str, Any]:
         raise RowError("bad_tool_call", f"{column} names no function")
     arguments = function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _parsed(arguments or "{}", "bad_tool_call", f"{column}.arguments")
+        arguments = as_json(arguments or "{}", "bad_tool_call", f"{column}.arguments")
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         raise RowError("bad_tool_call", f"{column}.arguments is {kind}, not an object")
-    known = {"id": call_id} if isinstance(call_id, str) else {}
-    function = {"name": function["name"], "arguments": _clean(arguments, column)}
+    known = {"id": text(call_id, column=f"{column}.id")} if isinstance(call_id, str) else {}
+    name = text(function["name"], column=f"{column}.name")
+    function = {"name": name, "arguments": _clean(arguments, "bad_tool_call", column)}
     return {**known, "type": "function", "function": function}
 
 
@@ -192,7 +260,8 @@ def tools(value: Any) -> list[Any]:
     Raises :class:`RowError`.
     """
     if isinstance(value, str):
-        value = _parsed(value, "bad_tools", "tools") if value.strip() else []
+        value = as_json(value, "bad_tools", "tools") if value.strip() else []
+    value = [] if value is None else value
     if not isinstance(value, list):
         raise RowError("bad_tools", f"tools is {type(value).__name__}, not a list")
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(value)]
@@ -200,21 +269,32 @@ def tools(value: Any) -> list[Any]:
 
 def _tool(tool: Any, column: str) -> dict[str, Any]:
     if isinstance(tool, str):
-        tool = _parsed(tool, "bad_tools", column)
+        tool = as_json(tool, "bad_tools", column)
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError("bad_tools", f"{column} names no function")
-    return _clean({"type": "function", "function": function}, column)
+    return _clean({"type": "function", "function": function}, "bad_tools", column)
 
 
-def _parsed(content: str, rule: str, column: str) -> Any:
+def as_json(content: str, rule: str, column: str) -> Any:
+    """The value of a JSON text. Raises :class:`RowError` of ``rule``."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
         raise RowError(rule, f"{column} is not JSON: {content[:60]!r}") from None
 
 
-def _clean(value: Any, column: str) -> Any:
-    """``value`` if UTF-8 can write it. Raises :class:`RowError`."""
+def _clean(value: Any, rule: str, column: str) -> Any:
+    """``value`` if it can be written as UTF-8 and is not too deep. Raises :class:`RowError`."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise RowError(rule, f"{column} is nested more than {DEEPEST} deep")
     text(json.dumps(value, ensure_ascii=False), column=column)
     return value

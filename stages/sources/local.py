@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from configs import Config
 from stages.base import StageError
+from stages.data import files
 from stages.sources import folders
 
 
@@ -49,30 +50,29 @@ def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
 
 
 def bring_data(source: LocalData, into: Path) -> dict[str, Any]:
-    """Copy the file, or every file of the folder by its name there."""
-    files = _files(source.path)
+    """Copy the file, or every file of the folder by its name there.
+
+    Links to folders are followed, once each. Returns the names of what is left out.
+    """
+    found, left_out = _files(source.path)
     if source.files:
-        files = {name: file for name, file in files.items() if _is_wanted(name, source.files)}
-    if not files:
+        found = {name: file for name, file in found.items() if _is_wanted(name, source.files)}
+    if not found:
         what = f"files like {', '.join(source.files)}" if source.files else "files"
         raise StageError(f"{source.path}: the folder holds no {what}; give one with data in it")
-    for name, file in files.items():
+    for name, file in found.items():
         folders.copy(file, into / name)
-    return {}
+    return {"left_out": ", ".join(left_out)} if left_out else {}
 
 
 def _is_wanted(name: Path, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name.as_posix(), pattern) for pattern in patterns)
 
 
-def _files(path: Path) -> dict[Path, Path]:
+def _files(path: Path) -> tuple[dict[Path, Path], list[str]]:
     if path.is_file():
-        return {Path(path.name): path}
+        return {Path(path.name): path}, []
     if not path.is_dir():
         raise StageError(f"{path}: no such file or folder; give the data's path")
-    found = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
-    return {
-        name: file
-        for name, file in found.items()
-        if not any(part.startswith(".") for part in name.parts)
-    }
+    names, left_out = files.walk(path)
+    return {Path(name): path / name for name in names}, left_out

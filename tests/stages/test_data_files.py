@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stages.base import Context, StageError
-from stages.data import files, readers
+from stages.data import files, readers, shapes
 from stages.data.files import DataFile
 from stages.prepare_data import PrepareData, prepare_data
 from tests.data_rows import assistant, both, good, source, user
@@ -109,7 +109,9 @@ def test_cells_of_a_table_may_hold_json_and_may_be_empty(tmp_path: Path) -> None
     )
     (tmp_path / "t.csv").write_text(text.getvalue())
     one, two, three = readers.read(DataFile(tmp_path / "t.csv", "t.csv", "t.csv"))
-    assert one.value == {"messages": [user("q"), assistant("a")], "system": None}
+    assert one.value == {"messages": turns, "system": None}
+    form = shapes.detect([one.value], accepted=("conversations",), named=None)
+    assert form and shapes.canonical(one.value, form) == {"messages": [user("q"), assistant("a")]}
     assert two.value["system"] == "s" and str(two.place) == "t.csv:3"
     assert three.fault and three.fault.rule == "wrong_number_of_cells"
 
