@@ -214,8 +214,8 @@ def _merged(
     assert adapter
     facts = describe(origin)
     if facts["adapter"] or facts["quantization"]:
-        kind = "an adapter itself" if facts["adapter"] else f"held in {facts['quantization']}"
-        raise StageError(f"{origin}: is {kind}; an adapter is merged into plain, whole weights")
+        what = "an adapter itself" if facts["adapter"] else f"held in {facts['quantization']}"
+        raise StageError(f"{origin}: is {what}; an adapter is merged into plain, whole weights")
     arithmetic, dtype = config.merge_arithmetic, config.export_dtype
 
     def merged(start: Weights) -> Weights:

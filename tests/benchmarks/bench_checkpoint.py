@@ -74,7 +74,7 @@ def make_model(out: Path, layers: int) -> None:
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.02)
-    adapted.save_pretrained(out / "adapter")
+    adapted.save_pretrained(str(out / "adapter"))
 
 
 def make_shards(out: Path) -> None:
