@@ -318,9 +318,7 @@ def _whole(_: Work, setup: Setup) -> Spread:
 
 def _fsdp(work: Work, setup: Setup) -> Spread:
     backend: Any = setup.backend
-    group = setup.world_size
-    if backend.sharding == "hybrid":
-        group = backend.shard_ranks or setup.resources.ranks_per_node
+    group = setup.shard_ranks
     away = "cpu" if backend.cpu_offload else None
     gathers = "model" if backend.sharding == "grad_op" else "layer"
     return Spread(

@@ -382,21 +382,13 @@ def optimizer(model: Model, work: Work, setup: Setup, machine: Machine) -> float
         case FSDP():
             if backend.cpu_offload:
                 return 0.0
-            trained /= shard_ranks(setup)
+            trained /= setup.shard_ranks
         case _:
             pass
     return trained * traffic / machine.gpu.bandwidth
 
 
 # --- communication -------------------------------------------------------------------------------
-
-
-def shard_ranks(setup: Setup) -> int:
-    """Ranks of one FSDP shard group."""
-    backend, resources = setup.backend, setup.resources
-    if isinstance(backend, FSDP) and backend.sharding == "hybrid":
-        return backend.shard_ranks or resources.ranks_per_node
-    return setup.world_size
 
 
 def traffic(model: Model, work: Work, setup: Setup) -> Traffic:
@@ -466,7 +458,7 @@ def _fsdp_traffic(
     """The root unit stays gathered from forward to backward; ``grad_op`` keeps every unit."""
     width = 4 if backend.reduce_dtype == "float32" or work.precision == "fp32" else 2
     kept = root if backend.whole_embedding else 0.0
-    group = shard_ranks(setup)
+    group = setup.shard_ranks
     return Traffic(
         forward_gather=weights - kept,
         backward_gather=0.0 if backend.sharding == "grad_op" else weights - root,
@@ -591,7 +583,7 @@ def offload(model: Model, work: Work, setup: Setup, machine: Machine, idle: floa
 
 def _fsdp_offload(model: Model, work: Work, setup: Setup, machine: Machine, idle: float) -> Exposed:
     """Pinned copies block by block, which hide under arithmetic; PyTorch's AdamW on the CPU."""
-    ranks = shard_ranks(setup)
+    ranks = setup.shard_ranks
     trained = _trained_models(work) * trained_parameters(model, work) / ranks
     stored = 2 if work.precision == "fp32-master" and work.method != "qlora" else 1
     passes = stored * _copied_passes(work) + _other_forwards(work)
@@ -662,7 +654,7 @@ def _binds(
     """The largest part of the step, in the words of what would have to be faster."""
     largest = max(parts, key=lambda part: parts[part])
     if largest == "exposed_communication":
-        inside = shard_ranks(setup) <= machine.ranks_per_node
+        inside = setup.shard_ranks <= machine.ranks_per_node
         return (machine.link if inside else machine.network).name
     if largest == "offload":
         if "nvme" in (getattr(setup.backend, f"offload_{what}", None) for what in OFFLOADED):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from backends import NamedBackend, Resources
+from backends import FSDP, NamedBackend, Resources
 
 Stage = Literal["sft", "dpo", "reward", "ppo", "grpo"]
 Method = Literal["full", "lora", "dora", "qlora"]
@@ -94,6 +94,15 @@ class Setup:
     @property
     def world_size(self) -> int:
         return self.resources.world_size
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that one copy of what is sharded is cut over: all, but for FSDP's hybrid groups."""
+        match self.backend:
+            case FSDP(sharding="hybrid", shard_ranks=asked):
+                return asked or self.resources.ranks_per_node
+            case _:
+                return self.world_size
 
     @property
     def micro_batch(self) -> int:
