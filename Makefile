@@ -21,8 +21,8 @@ $(VENV)/installed-dev: $(VENV)/installed
 demo: $(VENV)/installed  ## the tiny recipe: five stages, two ranks, no GPU
 	$(BIN)/python -m flows.sft_then_dpo
 
-test: $(VENV)/installed-dev  ## what CI runs
-	$(BIN)/python -m pytest
+test: $(VENV)/installed-dev  ## what CI runs; two files at a time, as most tests use one core
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/installed-dev  ## the slow ones too
 	$(BIN)/python -m pytest -m "not gpu"
@@ -35,7 +35,7 @@ check: $(VENV)/installed-dev  ## format, lint, types, import contracts, tests
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format .

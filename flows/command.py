@@ -1,12 +1,14 @@
 """The command line of every flow."""
 
 import argparse
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from configs import RECIPES, ConfigError, load
 from flows import probe, report, runs
@@ -52,6 +54,13 @@ def main(
         what = str(stop) or "stopped"
         print(f"{what}; the same command goes on from what is complete", file=sys.stderr)
         return REQUEUE_EXIT if isinstance(stop, Preempted) else INTERRUPTED_EXIT
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with everything printed, without the second that Python takes to clear up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _preempt(*_: object) -> None:
@@ -103,7 +112,8 @@ def _recipe(words: list[str]) -> tuple[Path, list[str]]:
 
 
 def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
-    started = time.time()
+    started, made = time.time(), list[Artifact]()
+    draw = ThreadPoolExecutor(1)
 
     def execute(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
         planned = plan(stage, step, config.store, label=label, inputs=inputs)
@@ -112,6 +122,9 @@ def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
             verb = "resuming" if planned.checkpoint else "running"
             say(f"{label}: {verb} ({planned.remaining[0].text})")
         artifact = run_stage(planned, say=say)
+        made.append(artifact)
+        if artifact.status != "reused":
+            draw.submit(runs.draw, config, list(made))  # while the next stage runs
         took = f" in {artifact.seconds:.1f} s" if artifact.status != "reused" else ""
         say(f"{label}: {artifact.status}{took}")
         return artifact
@@ -125,6 +138,7 @@ def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
         artifacts = prefect_engine.run_flow(
             body, config, execute, name=name, run_name=config.name, say=say
         )
+    draw.shutdown()
     path = runs.finish(config, artifacts)
     print(f"\n{report.terminal_table(runs.describe(config, artifacts))}")
     print(f"\nreport: {path}  ({duration(time.time() - started)} in all)")

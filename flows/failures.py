@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 TAIL_LINES = 12
+READ_BYTES = 1 << 18
+FULL_BYTES = 1 << 16
+"""A disk with less than this left is full: a rank could not even write down its failure."""
+
 Policy = Literal["again", "less memory", "fail"]
 
 
@@ -130,11 +135,7 @@ class Ended:
 
     @property
     def said(self) -> str:
-        if not self.log.exists():
-            return ""
-        with self.log.open("rb") as file:
-            file.seek(self.since)
-            return file.read().decode(errors="replace")
+        return _last_of(self.log, since=self.since)
 
 
 def num_oom_kills() -> int:
@@ -158,6 +159,9 @@ def diagnose(label: str, out: Path, ended: Ended) -> Failure:
     said, faults = ended.said, _faults(out / "failures")
     culprit = _first_to_die(said)
     own = [fault for fault in faults if _kind(fault) is not LOST_PEER]
+    if not faults and shutil.disk_usage(out).free < FULL_BYTES:
+        head = f"{label} failed ({DISK.name}{_at_step(out)}): no room was left to say more"
+        return Failure(DISK, _text(head, log=ended.log, advice=DISK.advice))
     if culprit and culprit.rank not in {fault["rank"] for fault in faults} and not own:
         return _vanished(label, out, ended, culprit)
     if faults:
@@ -264,7 +268,7 @@ def _vanished(label: str, out: Path, ended: Ended, culprit: Death) -> Failure:
     elif culprit.code == -signal.SIGKILL:
         how += ", from outside"
     log = _rank_log(out, culprit.rank, ended)
-    tail = _tail(ended.said if log == ended.log else log.read_text(errors="replace"))
+    tail = _tail(ended.said if log == ended.log else _last_of(log))
     if said := _by_words("\n".join(tail)):
         kind = said if said is not LOST_PEER else kind
     head = f"{label} failed ({kind.name}, rank {culprit.rank}{_at_step(out)}): {how}"
@@ -303,6 +307,15 @@ def _unrecorded(label: str, ended: Ended, said: str) -> Failure:
         kind, how = HOST_MEMORY, "killed by the system, which had no memory left"
     head = f"{label} failed ({kind.name}): {how}"
     return Failure(kind, _text(head, tail=_tail(said), log=ended.log, advice=kind.advice))
+
+
+def _last_of(path: Path, since: int = 0) -> str:
+    """The end of a log, which may be larger than memory; nothing before byte ``since``."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(since, path.stat().st_size - READ_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def _tail(said: str) -> list[str]:

@@ -1,8 +1,10 @@
 """Figures of a run: training curves, and the scores of its models."""
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,19 @@ class Panel:
 
     noisy: bool = True
     """Values jump from step to step, so that a running mean shows more than they do."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure for one report."""
+
+    caption: str
+    file: str
+    material: Any
+    """What is drawn, as a value whose ``repr`` tells it from any other."""
+
+    draw: Callable[[], Any]
+    """Gives a matplotlib figure, or ``None`` when there is nothing to show."""
 
 
 @dataclass(frozen=True)
@@ -146,26 +161,54 @@ FIGURES = (
 )
 
 SCORES = "scores.png"
+STAMPED = 4096
+"""A figure's first bytes, which hold its stamp."""
+
 PERCENT = 0.01
 
 
 def draw(folder: Path, trainings: Mapping[str, Rows], scores: Scores) -> list[tuple[str, str]]:
     """Write the figures into ``folder``; return (file, caption) of those with something to show.
 
-    Figures of an earlier run that this one has nothing for are removed.
+    One that shows the same already is left as it is: to draw them all takes a second. Figures of
+    an earlier run that this one has nothing for are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shown = [("Scores with their intervals", SCORES, _draw_scores(scores))]
-    shown += [(each.caption, each.file, _draw_curves(each, trainings)) for each in FIGURES]
-    for _, file, figure in shown:
-        path = folder / file
-        if figure is None:
-            path.unlink(missing_ok=True)
-            continue
-        partial = path.with_name(f"{file}.partial")
-        figure.savefig(partial, format="png", dpi=DPI, pil_kwargs={"compress_level": 2})
-        partial.rename(path)
-    return [(file, caption) for caption, file, figure in shown if figure is not None]
+    shown = [Shown("Scores with their intervals", SCORES, scores, partial(_draw_scores, scores))]
+    shown += [
+        Shown(each.caption, each.file, trainings, partial(_draw_curves, each, trainings))
+        for each in FIGURES
+    ]
+    return [(each.file, each.caption) for each in shown if _is_drawn(folder / each.file, each)]
+
+
+def _is_drawn(path: Path, shown: Shown) -> bool:
+    """Draw the figure unless its file shows the very same; False when there is nothing to show."""
+    stamp = _stamp(shown)
+    if path.is_file() and stamp.encode() in path.read_bytes()[:STAMPED]:
+        return True
+    figure = shown.draw()
+    if figure is None:
+        path.unlink(missing_ok=True)
+        return False
+    partial_path = path.with_name(f"{path.name}.partial")
+    figure.savefig(
+        partial_path,
+        format="png",
+        dpi=DPI,
+        metadata={"Comment": stamp},
+        pil_kwargs={"compress_level": 2},
+    )
+    partial_path.rename(path)
+    return True
+
+
+def _stamp(shown: Shown) -> str:
+    """Tells what a figure shows and the code that drew it."""
+    facts = hashlib.sha256(repr((shown.caption, shown.material)).encode())
+    for code in sorted(Path(__file__).parent.glob("*plots.py")):
+        facts.update(code.read_bytes())
+    return facts.hexdigest()
 
 
 def _draw_curves(figure: Figure, trainings: Mapping[str, Rows]) -> Any:

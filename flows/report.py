@@ -182,10 +182,14 @@ def write_report(folder: Path, report: Report) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     facts = _with_paths(report, lambda path: Path(os.path.relpath(path, folder)))
     write_atomically(folder / FACTS, facts.model_dump_json(indent=2))
-    curves = {training.label: read_rows(training.output) for training in report.trainings}
-    figures = plots.draw(folder / FIGURES, curves, scores(report))
-    write_atomically(folder / NAME, markdown(report, folder=folder, figures=figures))
+    write_atomically(folder / NAME, markdown(report, folder=folder, figures=draw(folder, report)))
     return folder / NAME
+
+
+def draw(folder: Path, report: Report) -> list[tuple[str, str]]:
+    """Draw what there is to see by now into ``folder``; (file, caption) of each figure."""
+    curves = {training.label: read_rows(training.output) for training in report.trainings}
+    return plots.draw(folder / FIGURES, curves, scores(report))
 
 
 def rebuild(folder: Path) -> Path:

@@ -92,6 +92,11 @@ def finish(config: Any, artifacts: list[Artifact]) -> Path:
     return report.write_report(folder(config), describe(config, artifacts))
 
 
+def draw(config: Any, artifacts: list[Artifact]) -> None:
+    """Draw the report's figures as far as the run has come; the report does not draw them again."""
+    report.draw(folder(config), describe(config, artifacts))
+
+
 def describe(config: Any, artifacts: list[Artifact]) -> report.Report:
     """The report's material, read off the artifacts and their manifests."""
     manifests = {a.label: manifest.read(a.path) for a in artifacts}

@@ -1,6 +1,5 @@
 """Data, SFT, DPO, conversion and evaluation: ``python -m flows.sft_then_dpo``."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -99,4 +98,4 @@ if __name__ == "__main__":
     from flows import command
     from flows.sft_then_dpo import SFTThenDPO, sft_then_dpo  # the importable twin of this module
 
-    sys.exit(command.main("sft-then-dpo", SFTThenDPO, sft_then_dpo, description=__doc__))
+    command.leave(command.main("sft-then-dpo", SFTThenDPO, sft_then_dpo, description=__doc__))

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -56,8 +57,9 @@ class Beats:
             "heeds_stop": self.heeds_stop,
         }
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(fact))
-        partial.replace(self.path)
+        with suppress(OSError):  # a full disk: whoever has work to save will say so
+            partial.write_text(json.dumps(fact))
+            partial.replace(self.path)
 
 
 def write_stacks_on_request(out: Path) -> None:

@@ -1,10 +1,15 @@
-"""Types of command-line values, and options that the rest of a question gives no meaning."""
+"""What both commands ask in the same words: the model, the machine, the work."""
 
 import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
 
-from backends.planner.hardware import Machine
+from backends.planner import work as words
+from backends.planner.hardware import GB, TERA, Machine, find_machine
+from backends.planner.seconds import ADAPTERS
+from backends.planner.work import Work
 
 LARGEST = 10**9
 """Of counts and of GB, GB/s and TFLOP/s: beyond it a figure is a slip of the pen."""
@@ -12,6 +17,75 @@ LARGEST = 10**9
 ADAPTER_OPTIONS = ("--lora-rank", "--lora-targets", "--lora-dropout", "--fused-kernels")
 QLORA_OPTIONS = ("--no-double-quantisation", "--frozen-upcast")
 GPU_OPTIONS = ("--link", "--network", "--nvme", "--tflops")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The model and what it runs on."""
+    add = parser.add_argument
+    add("--model", required=True, help="a hub id, a folder, or a config.json")
+    add("--gpus", required=True, help="8xH100, 2x24GB, 2x8xA100-80GB (nodes x GPUs), 2xCPU")
+    add("--link", help="between GPUs: nvlink, pcie3, pcie4, pcie5, slow-pcie, or GB/s")
+    add("--network", help="between nodes: ethernet-25, infiniband-400, ..., or GB/s a node")
+    add("--host-memory", type=amount, metavar="GB", help="host memory of a node")
+    add("--nvme", type=Path, metavar="DIR", help="directory on a fast disk, to offload to")
+    add("--tflops", type=amount, help="what training reaches on one GPU, if you know better")
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """What is trained, and how."""
+    add = parser.add_argument
+    add("--stage", choices=get_args(words.Stage), default="sft")
+    add("--method", choices=get_args(words.Method), default="full")
+    add("--seq", type=count, default=4096, help="tokens of the longest row")
+    default = "default: fp32-master, adapters bf16"
+    add("--precision", choices=get_args(words.Precision), help=default)
+    add("--loss", choices=get_args(words.Loss), default="chunked", help="TRL 1.16's is chunked")
+    add("--optimizer", choices=get_args(words.Optimizer), default="adamw")
+    add("--lora-rank", type=count, default=16)
+    add("--lora-targets", choices=("all", "attention"), default="all")
+    saves = "above 0 it saves masks"
+    add("--lora-dropout", type=share, default=Work.lora_dropout, help=saves)
+    add("--attention", choices=("flash", "eager"), default="flash")
+    add("--reference", choices=get_args(words.Reference), help="of a preference or RL stage")
+    writes = "that an RL stage writes for a prompt"
+    add("--new-tokens", type=count, default=Work.new_tokens, help=writes)
+    add("--fused-kernels", action="store_true", help="adapters in fused kernels")
+    add("--experts", choices=get_args(words.Experts), default=Work.experts, help="of a mixture")
+    varying = "rows of varying length; changes only what nvidia-smi is said to show"
+    add("--no-packing", action="store_true", help=varying)
+
+
+def machine(args: argparse.Namespace) -> Machine:
+    """What :func:`add_machine` asked for."""
+    return find_machine(
+        args.gpus,
+        args.link,
+        args.network,
+        args.host_memory * GB if args.host_memory else None,
+        flops=args.tflops * TERA if args.tflops else None,
+    )
+
+
+def work(args: argparse.Namespace, **more: Any) -> Work:
+    """What :func:`add_work` asked for; full training keeps float32 master weights unless told."""
+    return Work(
+        stage=args.stage,
+        method=args.method,
+        lora_rank=args.lora_rank,
+        lora_targets=args.lora_targets,
+        lora_dropout=args.lora_dropout,
+        precision=args.precision or ("bf16" if args.method in ADAPTERS else "fp32-master"),
+        loss=args.loss,
+        optimizer=args.optimizer,
+        seq_length=args.seq,
+        reference=args.reference,
+        new_tokens=args.new_tokens,
+        fused_kernels=args.fused_kernels,
+        attention=args.attention,
+        experts=args.experts,
+        packing=not args.no_packing,
+        **more,
+    )
 
 
 def count(text: str) -> int:

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources
 from backends.planner import arguments
-from backends.planner import work as words
-from backends.planner.hardware import GB, TERA, Machine, find_machine
+from backends.planner.hardware import GB, Machine
 from backends.planner.memory import unknown_buckets
 from backends.planner.model import Model, find_model
 from backends.planner.ranking import (
@@ -62,77 +61,30 @@ BACKENDS: dict[str, Callable[[], NamedBackend]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``python -m backends.planner estimate``."""
-    add = parser.add_argument
     parser.description = "Memory and time of one given set-up."
-    add("--model", required=True, help="a hub id, a folder, or a config.json")
-    add("--gpus", required=True, help="4xA100-80GB, 2x24GB, 2x8xH100 (nodes x GPUs), 2xCPU")
-    add("--link", help="between GPUs: a name, or GB/s")
-    add("--network", help="between nodes: a name, or GB/s a node")
-    add("--host-memory", type=arguments.amount, metavar="GB", help="host memory of a node")
-    add("--nvme", type=Path, metavar="DIR", help="the disk of zero3:nvme")
-    add("--tflops", type=arguments.amount, help="what training reaches on one GPU")
+    arguments.add_machine(parser)
+    arguments.add_work(parser)
+    add = parser.add_argument
     add("--backend", default="local", help=f"deepspeed, or {', '.join(BACKENDS)}")
     add("--zero-stage", type=int, choices=(1, 2, 3), help="of --backend deepspeed; default 3")
     add("--shard-ranks", type=arguments.count, help="ranks of a shard group of fsdp:hybrid")
-    add(
-        "--fsdp-version",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="1 (default): as most published runs, and the safer bound for adapters; 2: as here",
-    )
-    add("--stage", choices=get_args(words.Stage), default="sft")
-    add("--method", choices=get_args(words.Method), default="full")
-    add("--precision", choices=get_args(words.Precision), help="full: fp32-master, adapters: bf16")
-    add("--loss", choices=get_args(words.Loss), default="chunked")
-    add("--optimizer", choices=get_args(words.Optimizer), default="adamw")
-    add(
-        "--micro-batch", type=arguments.count, default=1, help="rows of one forward pass on one GPU"
-    )
-    add(
-        "--accumulation",
-        type=arguments.count,
-        default=1,
-        help="forward passes of one optimizer step",
-    )
-    add("--seq", type=arguments.count, default=4096, help="tokens of the longest row")
-    add("--lora-rank", type=arguments.count, default=16)
-    add("--lora-targets", choices=("all", "attention"), default="all")
-    add("--lora-dropout", type=arguments.share, default=Work.lora_dropout)
-    add("--reference", choices=get_args(words.Reference), help="of a preference or RL stage")
-    add(
-        "--new-tokens", type=arguments.count, default=Work.new_tokens, help="generated for a prompt"
-    )
+    which = "1 (default): as most published runs, and the safer bound for adapters; 2: as here"
+    add("--fsdp-version", type=int, choices=(1, 2), default=1, help=which)
+    rows = "rows of one forward pass on one GPU"
+    add("--micro-batch", type=arguments.count, default=1, help=rows)
+    passes = "forward passes of one optimizer step"
+    add("--accumulation", type=arguments.count, default=1, help=passes)
     add("--no-checkpointing", action="store_true", help="keep activations, recompute nothing")
     add("--activation-offloading", action="store_true", help="keep checkpoints in host memory")
-    add("--attention", choices=("flash", "eager"), default="flash")
-    add("--fused-kernels", action="store_true", help="adapters in fused kernels")
-    add(
-        "--norms",
-        choices=("plain", "fused"),
-        help="how norms are computed; unset, fused unless --loss hf",
-    )
+    norms = "how norms are computed; unset, fused unless --loss hf"
+    add("--norms", choices=("plain", "fused"), help=norms)
     add("--no-double-quantisation", action="store_true", help="QLoRA's scales stay float32")
     add("--frozen-upcast", action="store_true", help="QLoRA's embeddings and head in float32")
-    add("--experts", choices=get_args(words.Experts), default=Work.experts, help="of a mixture")
-    add(
-        "--no-packing",
-        action="store_true",
-        help="rows of varying length; changes only what nvidia-smi is said to show",
-    )
-    add(
-        "--context-margin",
-        type=arguments.amount,
-        default=MARGIN_BYTES / GB,
-        metavar="GB",
-        help="kept free for the CUDA context and fragmentation",
-    )
-    add(
-        "--buckets",
-        choices=("unknown", "auto"),
-        default="unknown",
-        help="of ZeRO-1 and 2: unknown (default) leaves 3.6 GB for those of published examples",
-    )
+    kept = "kept free for the CUDA context and fragmentation"
+    margin = MARGIN_BYTES / GB
+    add("--context-margin", type=arguments.amount, default=margin, metavar="GB", help=kept)
+    known = "of ZeRO-1 and 2: unknown (default) leaves 3.6 GB for those of published examples"
+    add("--buckets", choices=("unknown", "auto"), default="unknown", help=known)
     add("--json", action="store_true", help="one object")
 
 
@@ -147,13 +99,7 @@ def run(args: argparse.Namespace, named: set[str]) -> int:
             "none; drop one of the two"
         )
     model = find_model(args.model)
-    machine = find_machine(
-        args.gpus,
-        args.link,
-        args.network,
-        args.host_memory * GB if args.host_memory else None,
-        flops=args.tflops * TERA if args.tflops else None,
-    )
+    machine = arguments.machine(args)
     resources = Resources(
         nodes=machine.nodes,
         ranks_per_node=machine.ranks_per_node,
@@ -231,27 +177,12 @@ def _text(option: Option, machine: Machine, found: dict[str, Any]) -> str:
 
 
 def _work(args: argparse.Namespace, setup: Setup) -> Work:
-    precision = args.precision or ("fp32-master" if args.method == "full" else "bf16")
-    return Work(
-        stage=args.stage,
-        method=args.method,
-        lora_rank=args.lora_rank,
-        lora_targets=args.lora_targets,
-        lora_dropout=args.lora_dropout,
-        precision=precision,
-        loss=args.loss,
-        optimizer=args.optimizer,
-        seq_length=args.seq,
+    return arguments.work(
+        args,
         global_batch=setup.world_size * setup.micro_batch * args.accumulation,
-        reference=args.reference,
-        new_tokens=args.new_tokens,
-        fused_kernels=args.fused_kernels,
         fused_norms=None if args.norms is None else args.norms == "fused",
         frozen_upcast=args.frozen_upcast,
-        attention=args.attention,
-        experts=args.experts,
         fsdp_version=args.fsdp_version,
-        packing=not args.no_packing,
         double_quantisation=not args.no_double_quantisation,
     )
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from statistics import median
 
 
-def spread(seconds: Sequence[float]) -> str:
+def spread(found: Sequence[float], digits: int = 2) -> str:
     """``1.20 (1.15-1.31)``: the median, and the least and the largest."""
-    return f"{median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})"
+    middle, least, largest = (f"{x:.{digits}f}" for x in (median(found), min(found), max(found)))
+    return f"{middle} ({least}-{largest})"
 
 
 def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

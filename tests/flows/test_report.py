@@ -127,6 +127,25 @@ def test_the_tables_hold_stages_and_scores(report: Report, run: Path) -> None:
     assert "perplexity" not in text, "a line that nothing was measured for is left out"
 
 
+def test_a_figure_is_drawn_again_only_when_it_shows_something_new(
+    report: Report, run: Path
+) -> None:
+    def times() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in (run / "figures").iterdir()}
+
+    write_report(run, report)
+    before = times()
+    write_report(run, report)
+    assert times() == before
+    metrics = report.trainings[0].output / "metrics.jsonl"
+    rows = [json.loads(row) for row in metrics.read_text().splitlines()]
+    rows[-1]["loss"] += 1
+    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_report(run, report)
+    after = times()
+    assert after["loss.png"] != before["loss.png"] and after["scores.png"] == before["scores.png"]
+
+
 def test_every_link_leads_to_a_file_and_every_figure_is_a_picture(
     report: Report, run: Path
 ) -> None:

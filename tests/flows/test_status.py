@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.flows.faulty.cases import finish, output, recipe, start, wait_for
+from tests.flows.faulty.worlds import World
 from tests.small import python
 
 
@@ -57,7 +58,7 @@ def test_a_live_stage_a_stop_and_the_end(
     assert line.split()[:2] == ["sft", "interrupted"] and "Interrupted" in line
     assert "no stage is running" in status(store, "--stop")
 
-    finish(store)
+    finish(World(small, store))
     assert status(store).splitlines()[-1].split()[:2] == ["sft", "done"]
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +13,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.flows.faulty.worlds import (
+    Make,
+    Unavailable,
+    World,
+    damaged_data,
+    fill,
+    jump,
+    limited_memory,
+    movable_clock,
+    plain,
+    read_only_disk,
+    small_disk,
+    taken_port,
+)
 from tests.small import ENV, ROOT, write_model, write_rows
 
 HERE = Path(__file__).resolve().parent
 STEPS = 12
+COMPLETE = "sft/*/checkpoints/*/complete.json"
 RECIPE = """
 name: one
 folder: {folder}
@@ -49,12 +63,19 @@ class Case:
     guilty: int | None = None
     """Rank that must be named."""
 
+    world: Make = plain
+    """What surrounds the job."""
+
 
 @dataclass
 class Running:
     flow: "subprocess.Popen[str]"
-    out: Path
-    """The stage's output folder."""
+    store: Path
+
+    @property
+    def out(self) -> Path:
+        """The stage's output folder."""
+        return output(self.store) or self.store
 
     def rank(self, number: int) -> int:
         return json.loads((self.out / "beats" / f"rank-{number}.json").read_text())["pid"]
@@ -93,15 +114,18 @@ def recipe(folder: Path, store: Path) -> Path:
     return path
 
 
-def start(path: Path, fault: str, *words: str) -> "subprocess.Popen[str]":
+def start(
+    path: Path, fault: str, *words: str, world: World | None = None
+) -> "subprocess.Popen[str]":
     env = os.environ | ENV | {"FAULT": fault, "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}"}
     return subprocess.Popen(
         [sys.executable, str(HERE / "one_stage.py"), str(path), *words],
-        env=env,
+        env=env | dict(world.env if world else {}),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=world.enter if world else None,
     )
 
 
@@ -131,25 +155,29 @@ def job_processes(store: Path) -> list[int]:
     return found
 
 
-def run_case(case: Case, folder: Path, store: Path) -> Outcome:
+def run_case(case: Case, world: World) -> Outcome:
     """Run the stage with the fault, until nothing of it is left."""
-    path = recipe(folder, store)
-    flow = start(path, case.fault)
-    wait_for(lambda: any(store.glob("sft/*/beats/rank-1.json")), 60)
-    running = Running(flow, output(store) or store)
+    store = world.store
+    flow = start(recipe(world.folder, store), case.fault, world=world)
+    running = Running(flow, store)
+    _until(lambda: any(store.glob("sft/*/beats/rank-1.json")), flow, 60)
     wanted = int(case.fault.split(":")[2]) or 6
-    wait_for(lambda: running.step() >= wanted - 1 or flow.poll() is not None, 90)
-    before = set(running.out.glob("checkpoints/*/complete.json"))
+    _until(lambda: running.step() >= wanted - 1, flow, 90)
+    before = set(store.glob(COMPLETE))
     begun = time.monotonic()
     if case.outside:
         case.outside(running)
     text = flow.communicate(timeout=90)[0]
     wait_for(lambda: not job_processes(store), 30)
     seconds = time.monotonic() - begun
-    after = set(running.out.glob("checkpoints/*/complete.json"))
+    after = set(store.glob(COMPLETE))
     kept = 2  # older ones may have been rotated out
     lost = len(before - after) if len(after) < kept else 0
     return Outcome(flow.returncode, text, seconds, job_processes(store), lost)
+
+
+def _until(condition: Callable[[], object], flow: "subprocess.Popen[str]", seconds: float) -> None:
+    wait_for(lambda: condition() or flow.poll() is not None, seconds)
 
 
 def weights(store: Path) -> str:
@@ -158,12 +186,12 @@ def weights(store: Path) -> str:
     return hashlib.sha256((out / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def finish(store: Path) -> str:
+def finish(world: World) -> str:
     """The same command without the fault; the weights' hash."""
-    done = start(store.with_suffix(".yaml"), "none:0:0")
+    done = start(world.store.with_suffix(".yaml"), "none:0:0")
     text = done.communicate(timeout=120)[0]
     assert done.returncode == 0, text
-    return weights(store)
+    return weights(world.store)
 
 
 def _kill(number: int) -> Callable[[Running], None]:
@@ -182,13 +210,24 @@ def _in_a_save(running: Running) -> None:
     running.flow.send_signal(signal.SIGINT)
 
 
+def _end(running: Running, what: str) -> None:
+    os.kill(getattr(running, what)(), signal.SIGKILL)
+
+
+def _beside(running: Running) -> None:
+    """A second flow of the same recipe, which must run nothing itself."""
+    second = start(running.store.with_suffix(".yaml"), "none:0:0")
+    said = second.communicate(timeout=90)[0]
+    assert second.returncode == 0 and "another run is making this" in said, said
+
+
 CASES = (
     Case("exception on one rank", "error", "exception:1:6", guilty=1),
     Case("os._exit on one rank", "crashed", "exit:1:6", guilty=1),
     Case("segmentation fault on one rank", "crashed", "segfault:0:6", guilty=0),
     Case("SIGKILL of one rank", "crashed", outside=_kill(1), guilty=1),
-    Case("SIGKILL of the agent", "crashed", outside=lambda r: os.kill(r.agent(), signal.SIGKILL)),
-    Case("SIGKILL of the supervisor", "lost", outside=lambda r: os.kill(r.supervisor(), 9)),
+    Case("SIGKILL of the agent", "crashed", outside=lambda r: _end(r, "agent")),
+    Case("SIGKILL of the supervisor", "lost", outside=lambda r: _end(r, "supervisor")),
     Case("SIGKILL of the flow", "", outside=lambda r: r.flow.kill(), code=-signal.SIGKILL),
     Case("SIGSTOP of one rank", "stuck", "stop:1:6", guilty=1),
     Case("deadlock: one rank skips a collective", "stuck", "deadlock:1:6", guilty=1),
@@ -202,6 +241,17 @@ CASES = (
     Case("Ctrl-C twice in a row", "", outside=_twice, code=130),
     Case("Ctrl-C during a save", "stopped", outside=_in_a_save, code=130),
     Case("a million lines from one rank", "", "flood:1:6", code=0),
+    Case(
+        "disk full during training", "disk full", outside=lambda r: fill(r.store), world=small_disk
+    ),
+    Case("store on a read-only disk", "Read-only file system", world=read_only_disk),
+    Case("damaged data file", "data", world=damaged_data),
+    Case(
+        "memory limit of the machine", "out of memory", "memory:1:6", guilty=1, world=limited_memory
+    ),
+    Case("torch's usual port is taken", "", code=0, world=taken_port),
+    Case("clock jumps by days", "", code=0, outside=lambda r: jump(r.store), world=movable_clock),
+    Case("two flows at once", "", code=0, outside=_beside),
 )
 
 
@@ -211,6 +261,18 @@ def make_inputs(folder: Path) -> Path:
     return folder
 
 
+def table_row(case: Case, world: World, calm: str) -> list[str]:
+    got = run_case(case, world)
+    named = re.search(r"failed \(([^,)]+)", got.text)
+    last = got.text.strip().splitlines()[-1] if got.code else "no failure"
+    world.repair()
+    same = finish(world) == calm
+    return [
+        case.name, named[1] if named else last, str(got.code), f"{got.seconds:.1f}",
+        str(len(got.left)), str(got.lost), "yes" if same else "NO",
+    ]  # fmt: skip
+
+
 def main() -> None:
     from tests.benchmarks.table import show
 
@@ -218,20 +280,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_inputs(Path(scratch) / "inputs")
         recipe(folder, Path(scratch) / "calm")
-        calm = finish(Path(scratch) / "calm")
+        calm = finish(World(folder, Path(scratch) / "calm"))
         for number, case in enumerate(CASES):
-            store = Path(scratch) / f"store{number}"
-            got = run_case(case, folder, store)
-            named = re.search(r"failed \(([^,)]+)", got.text)
-            said = named[1] if named else f"exit code {got.code}"
-            same = finish(store) == calm
-            rows.append(
-                [case.name, said, f"{got.seconds:.1f}", str(len(got.left)), str(got.lost),
-                 "yes" if same else "NO"]
-            )  # fmt: skip
-            shutil.rmtree(store)
-    head = ["fault", "detected as", "seconds to the end", "processes left", "checkpoints lost",
-            "same weights after the same command"]  # fmt: skip
+            try:
+                with case.world(folder, Path(scratch) / f"store{number}") as world:
+                    rows.append(table_row(case, world, calm))
+            except Unavailable as why:
+                rows.append([case.name, f"not tried: {why}", *[""] * 5])
+    head = ["fault", "detected as", "exit code", "seconds to the end", "processes left",
+            "checkpoints lost", "same weights after the same command"]  # fmt: skip
     show("Faults on two ranks", head, rows)
 
 

@@ -31,6 +31,9 @@ def _break(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "flood":
         sys.stdout.write("a line of a library that says too much\n" * 1_000_000)
+    if kind == "memory":
+        eaten = [bytearray(os.urandom(1 << 20)) * 64 for _ in range(200)]
+        raise AssertionError(f"nobody minded {len(eaten)} blocks")
     if kind == "preempt":
         os.kill(os.getpid(), signal.SIGUSR1)
 
