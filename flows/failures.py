@@ -101,6 +101,10 @@ BY_WORDS = {
 }
 
 
+READING_ARROW = "pyarrow/error.pxi"
+"""In the traceback of every complaint of Arrow's, some of which are a plain OSError."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """How a command failed."""
@@ -149,6 +153,10 @@ def num_oom_kills() -> int:
 
 def diagnose(label: str, out: Path, ended: Ended) -> Failure:
     """Why the command that was to fill ``out`` ended as it did, by its first guilty rank."""
+    said, faults = ended.said, _faults(out / "failures")
+    if not faults and shutil.disk_usage(out).free < FULL_BYTES:
+        head = f"{label} failed ({DISK.name}{_at_step(out)}): no room was left to say more"
+        return Failure(DISK, _text(head, log=ended.log, advice=DISK.advice))
     if not ended.supervised:
         head = (
             f"{label} failed (lost{_at_step(out)}): the job's supervisor was killed, with the job"
@@ -156,12 +164,8 @@ def diagnose(label: str, out: Path, ended: Ended) -> Failure:
         return Failure(LOST, _text(head, log=ended.log, advice=LOST.advice))
     if ended.silent:
         return _stuck(label, out, ended)
-    said, faults = ended.said, _faults(out / "failures")
     culprit = _first_to_die(said)
     own = [fault for fault in faults if _kind(fault) is not LOST_PEER]
-    if not faults and shutil.disk_usage(out).free < FULL_BYTES:
-        head = f"{label} failed ({DISK.name}{_at_step(out)}): no room was left to say more"
-        return Failure(DISK, _text(head, log=ended.log, advice=DISK.advice))
     if culprit and culprit.rank not in {fault["rank"] for fault in faults} and not own:
         return _vanished(label, out, ended, culprit)
     if faults:
@@ -213,6 +217,8 @@ def _kind(fault: Mapping[str, Any]) -> Kind:
     for name in fault["kinds"]:
         if name in BY_TYPE and BY_TYPE[name] is not LOST_PEER:
             return BY_TYPE[name]
+    if READING_ARROW in fault["traceback"]:
+        return DATA
     by_type = (BY_TYPE[name] for name in fault["kinds"] if name in BY_TYPE)
     return _by_words(fault["message"]) or next(by_type, ERROR)
 

@@ -261,27 +261,33 @@ def make_inputs(folder: Path) -> Path:
     return folder
 
 
+QUIET_ENDS = {0: "no failure", 75: "stopped: requeue", 130: "stopped", -9: "killed"}
+
+
 def table_row(case: Case, world: World, calm: str) -> list[str]:
     got = run_case(case, world)
     named = re.search(r"failed \(([^,)]+)", got.text)
-    last = got.text.strip().splitlines()[-1] if got.code else "no failure"
+    ended = QUIET_ENDS.get(got.code) or got.text.strip().splitlines()[-1].rpartition(": ")[2]
     world.repair()
     same = finish(world) == calm
     return [
-        case.name, named[1] if named else last, str(got.code), f"{got.seconds:.1f}",
+        case.name, named[1] if named else ended, str(got.code), f"{got.seconds:.1f}",
         str(len(got.left)), str(got.lost), "yes" if same else "NO",
     ]  # fmt: skip
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
+    """Try the faults whose names hold one of ``words``, or all."""
     from tests.benchmarks.table import show
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` makes us deaf to it
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_inputs(Path(scratch) / "inputs")
         recipe(folder, Path(scratch) / "calm")
         calm = finish(World(folder, Path(scratch) / "calm"))
-        for number, case in enumerate(CASES):
+        chosen = [c for c in CASES if not words or any(word in c.name for word in words)]
+        for number, case in enumerate(chosen):
             try:
                 with case.world(folder, Path(scratch) / f"store{number}") as world:
                     rows.append(table_row(case, world, calm))
@@ -293,4 +299,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/memory")
-CLOCK = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
-"""From Debian's ``libfaketime``."""
-
+CLOCK = Path(__file__).with_name("clock.c")
 LIMIT = 3_200_000_000
 """Bytes for a flow and two ranks."""
 
@@ -110,26 +108,21 @@ def taken_port(folder: Path, store: Path) -> Iterator[World]:
 
 @contextmanager
 def movable_clock(folder: Path, store: Path) -> Iterator[World]:
-    """A time of day that :func:`jump` moves, for every process of the job and the flow."""
-    if not CLOCK.exists():
-        raise Unavailable("needs libfaketime")
-    stamp = store.with_name(f"{store.name}-clock")
-    stamp.write_text("+0")
-    env = {
-        "LD_PRELOAD": str(CLOCK),
-        "FAKETIME_TIMESTAMP_FILE": str(stamp),
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "FAKETIME_CACHE_DURATION": "1",
-    }
-    yield World(folder, store, env=env)
+    """A time of day that :func:`jump` moves, for the flow and every process of the job."""
+    library, offset = (store.with_name(f"{store.name}-clock.{kind}") for kind in ("so", "txt"))
+    if shutil.which("gcc") is None:
+        raise Unavailable("needs gcc")
+    _run("gcc", "-shared", "-fPIC", "-o", str(library), str(CLOCK))
+    offset.write_text("0")
+    yield World(folder, store, env={"LD_PRELOAD": str(library), "OFFSET_FILE": str(offset)})
 
 
 def jump(store: Path) -> None:
-    """Two days forward, and later one before the start."""
-    stamp = store.with_name(f"{store.name}-clock")
-    stamp.write_text("+2d")
-    time.sleep(2)
-    stamp.write_text("-1d")
+    """Two days forward, and a moment later one day before the start."""
+    offset = store.with_name(f"{store.name}-clock.txt")
+    for days in (2, -1):
+        offset.write_text(str(days * 86_400))
+        time.sleep(0.5)
 
 
 @contextmanager
