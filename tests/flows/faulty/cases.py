@@ -43,7 +43,7 @@ sft:
   resources: {{ranks_per_node: 2}}
   save_every: 4
   retries: 0
-  placement: {{grace_seconds: 3, silence: {{step_minutes: 0.1, step_factor: 1}}}}
+  placement: {{grace_seconds: 3, silence: {{step_minutes: 0.2, step_factor: 1}}}}
 """
 
 
