@@ -162,10 +162,10 @@ def diagnose(label: str, out: Path, ended: Ended) -> Failure:
             f"{label} failed (lost{_at_step(out)}): the job's supervisor was killed, with the job"
         )
         return Failure(LOST, _text(head, log=ended.log, advice=LOST.advice))
-    if ended.silent:
+    own = [fault for fault in faults if _kind(fault) is not LOST_PEER]
+    if ended.silent and not own:  # a rank that failed may hang while it leaves
         return _stuck(label, out, ended)
     culprit = _first_to_die(said)
-    own = [fault for fault in faults if _kind(fault) is not LOST_PEER]
     if culprit and culprit.rank not in {fault["rank"] for fault in faults} and not own:
         return _vanished(label, out, ended, culprit)
     if faults:
