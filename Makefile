@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export HF_HUB_DISABLE_TELEMETRY = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: demo test test-all test-gpu check format bench faults smollm2 clean
+.PHONY: demo ui test test-all test-gpu check format bench faults smollm2 clean
 
 $(VENV)/installed: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 demo: $(VENV)/installed  ## the tiny recipe: five stages, two ranks, no GPU
 	$(BIN)/python -m flows.sft_then_dpo
+
+ui: $(VENV)/installed  ## Prefect's UI on this machine, with a worker and every flow; Ctrl-C ends it
+	@exec $(BIN)/python -m flows.serve $(ARGS)
 
 test: $(VENV)/installed-dev  ## what CI runs; two files at a time, as most tests use one core
 	$(BIN)/python -m pytest -n 2 --dist loadfile

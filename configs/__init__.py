@@ -42,14 +42,21 @@ def load(schema: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
     Setting a ``kind`` to another value replaces its whole section, because the options of the
     old alternative mean nothing to the new one. Raises :class:`ConfigError`.
     """
-    data = _unshared(_read(path))
+    return resolve(schema, read(path), overrides, place=path)
+
+
+def resolve(
+    schema: type[C], values: Mapping[str, Any], overrides: Iterable[str] = (), *, place: Path
+) -> C:
+    """``values`` with ``overrides`` as ``schema``, as `load` does it; errors name ``place``."""
+    data = _unshared(values)
     ordered = sorted(overrides, key=lambda text: not _KIND.match(text))
     for override in ordered:
         _apply(data, override)
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        lines = [_line(fault, data, path, ordered) for fault in error.errors(include_url=False)]
+        lines = [_line(fault, data, place, ordered) for fault in error.errors(include_url=False)]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -77,7 +84,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """The mapping in a recipe, not yet checked. Raises :class:`ConfigError`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from configs import RECIPES, ConfigError, load
 from flows import probe, report, runs
+from flows.endings import Ending
 from flows.failures import CANCELLED, PREEMPTED, StageFailed
 from flows.prefect_server import PrefectError
 from flows.progress import duration
@@ -20,6 +21,7 @@ from flows.steps import Artifact, Runner, Step
 from stages.base import StageError
 
 Body = Callable[[Any, Runner], list[Artifact]]
+Conclude = Callable[[Any, list[Artifact]], Ending | None]
 CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT, REQUEUE_EXIT = 2, 1, 130, 75
 
 
@@ -28,20 +30,30 @@ class Preempted(KeyboardInterrupt):
 
 
 def main(
-    name: str, schema: type[Any], body: Body, *, description: str | None, argv: Any = None
+    name: str,
+    schema: type[Any],
+    body: Body,
+    *,
+    description: str | None,
+    conclude: Conclude | None = None,
+    default: str = "tiny",
+    argv: Any = None,
 ) -> int:
-    """Parse, run, and return an exit code: 0 only when every stage is done."""
-    options = _parser(name, description).parse_intermixed_args(argv)
+    """Parse, run, and return an exit code: 0 only when every stage is done.
+
+    ``conclude`` does what is left once every stage is there, and says how the run ended.
+    """
+    options = _parser(name, description, default).parse_intermixed_args(argv)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _preempt)
-    recipe, overrides = _recipe(options.recipe)
+    recipe, overrides = _recipe(options.recipe, default)
     try:
         config = load(schema, recipe, overrides)
         if options.plan or options.probe:
             return show_plan(config, body, probing=options.probe)
         say(f"{config.name}: {name}, recipe {recipe}")
         refuse_early(config, body)
-        return _run(config, body, name=name, engine=options.engine)
+        return _run(config, body, name=name, engine=options.engine, conclude=conclude)
     except (ConfigError, StageFailed, StageError, PrefectError) as error:
         print(error, file=sys.stderr)
         if isinstance(error, StageFailed) and error.kind in (PREEMPTED, CANCELLED):
@@ -72,7 +84,7 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
 
-def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
+def _parser(name: str, description: str | None, default: str) -> argparse.ArgumentParser:
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     parser = argparse.ArgumentParser(
         prog=f"python -m flows.{name.replace('-', '_')}",
@@ -83,7 +95,7 @@ def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
         "recipe",
         nargs="*",
         metavar="RECIPE.yaml | key=value",
-        help="a recipe (default: tiny.yaml), then overrides such as dpo.config.beta=0.2",
+        help=f"a recipe (default: {default}.yaml), then overrides such as sft.config.epochs=2",
     )
     parser.add_argument(
         "--plan", action="store_true", help="say what would be done, and do nothing"
@@ -102,16 +114,16 @@ def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _recipe(words: list[str]) -> tuple[Path, list[str]]:
+def _recipe(words: list[str], default: str) -> tuple[Path, list[str]]:
     """A first word without ``=`` is a recipe: a path, or the name of one that comes with us."""
     if not words or "=" in words[0]:
-        return RECIPES / "tiny.yaml", words
+        return RECIPES / f"{default}.yaml", words
     first, rest = Path(words[0]), words[1:]
     ours = RECIPES / first.with_suffix(".yaml").name
     return (ours if not first.exists() and ours.exists() else first), rest
 
 
-def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
+def _run(config: Any, body: Body, *, name: str, engine: str, conclude: Conclude | None) -> int:
     started, made = time.time(), list[Artifact]()
     draw = ThreadPoolExecutor(1)
 
@@ -142,6 +154,8 @@ def _run(config: Any, body: Body, *, name: str, engine: str) -> int:
     path = runs.finish(config, artifacts)
     print(f"\n{report.terminal_table(runs.describe(config, artifacts))}")
     print(f"\nreport: {path}  ({duration(time.time() - started)} in all)")
+    if conclude and (ending := conclude(config, artifacts)):
+        print(f"{ending.name}: {ending.message}")
     return 0
 
 

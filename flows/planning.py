@@ -1,7 +1,7 @@
 """What the planner is asked about a stage, and its answer as steps."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,13 @@ from backends.planner.hardware import Machine, check_link
 from backends.planner.memory import num_adapter_parameters
 from backends.planner.model import find_model
 from backends.planner.ranking import LARGEST_MICRO_BATCH, Limits, Option, ladder, refusals
-from backends.planner.work import Precision, Setup, Work
+from backends.planner.work import Precision, Setup, Stage, Work
 from flows.steps import Lineage, Step
 from stages.dpo import DPO
 from stages.fetch import Fetch
+from stages.grpo import GRPO
+from stages.ppo import PPO
+from stages.reward import RewardModelling
 from stages.sft import SFT
 from stages.sources.hub import HubModel
 from stages.sources.local import LocalModel
@@ -149,21 +152,34 @@ def disk_bytes(step: Step[Any], known: Lineage) -> int | None:
     return trained * element * (3 * (step.keep_checkpoints + 1) + 1)
 
 
+STAGES: Mapping[type[Training], Stage] = {
+    DPO: "dpo",
+    RewardModelling: "reward",
+    PPO: "ppo",
+    GRPO: "grpo",
+}
+"""What the planner calls the stage of a config; it takes every other for ``sft``."""
+
+
 def work(config: Training, known: Lineage) -> Work:
     """``config`` as the planner asks for it; rows of which nothing is known count as one token."""
-    rows = known.longest_pair if isinstance(config, DPO) else known.longest_conversation
+    stage = STAGES.get(type(config), "sft")
+    rows = known.longest_pair if stage in ("dpo", "reward") else known.longest_conversation
+    # Of a row that is answered the prompt counts, which is shorter than the row.
+    answer = config.max_new_tokens if isinstance(config, PPO | GRPO) else 0
     packed = config.pack_length if isinstance(config, SFT) else None
     method = config.method
     adapter = method if isinstance(method, Adapter) else None
     return Work(
-        stage="dpo" if isinstance(config, DPO) else "sft",
+        stage=stage,
         method=method.kind,
         lora_rank=adapter.rank if adapter else Work.lora_rank,
         lora_targets="attention" if adapter and adapter.targets == "attention" else "all",
         precision=_precision(config),
         loss="chunked",  # TRL's own: the head is part of the loss
         optimizer=config.optimizer,
-        seq_length=packed or rows or 1,
+        seq_length=packed or (rows or 1) + answer,
+        new_tokens=answer or Work.new_tokens,
         global_batch=config.global_batch_rows,
         packing=packed is not None,
         attention="eager" if config.attention == "eager" else "flash",

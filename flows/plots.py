@@ -1,9 +1,10 @@
 """Figures of a run: training curves, and the scores of its models."""
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,17 @@ Rows = Sequence[Mapping[str, Any]]
 Scores = Mapping[str, Mapping[str, Any]]
 """The measures of each model, in the order of the run."""
 
+Job = Callable[[Any], None]
+"""Draws one panel on the axis that it is given."""
+
 LN2 = math.log(2)
 NOISY = 30
 """From so many points on, a noisy curve is drawn as dots and their running mean."""
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
+MORE = ("#009e73", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
+"""For curves whose number is not known beforehand."""
+
 DPI = 110
 WIDTH, HEIGHT = 8.2, 2.7
 """Of a figure with two or three panels, in inches: about the width of a README."""
@@ -71,6 +78,12 @@ class Panel:
     noisy: bool = True
     """Values jump from step to step, so that a running mean shows more than they do."""
 
+    each: str = ""
+    """Also a curve for every column that begins with this, named by the rest."""
+
+    only_with: str = ""
+    """Drawn for trainings that logged this column."""
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -109,16 +122,16 @@ FIGURES = (
                 "loss",
                 "loss (nats)",
                 (Line("loss"),),
-                marks=(Mark(LN2, "ln 2: policy = reference"),),
+                marks=(Mark(LN2, "ln 2: nothing learnt"),),
                 marks_if="rewards/margins",
             ),
         ),
     ),
     Figure(
         "preferences.png",
-        "Implicit rewards and preference accuracy on the training batches",
+        "Rewards and preference accuracy on the training batches; DPO's rewards are beta x nats",
         (
-            Panel("implicit rewards", "reward (beta x nats)", REWARDS, marks=(Mark(0, ""),)),
+            Panel("rewards", "reward", REWARDS, marks=(Mark(0, ""),)),
             Panel(
                 "preference accuracy",
                 "pairs with margin > 0 (%)",
@@ -127,6 +140,38 @@ FIGURES = (
                 high=105,
                 marks=(Mark(50, "chance"),),
             ),
+        ),
+    ),
+    Figure(
+        "reward.png",
+        "Reward of the sampled answers, divergence from the reference, entropy",
+        (
+            Panel("reward", "reward", (Line("reward", BLUE, "total"),), each="reward/"),
+            Panel("KL to the reference", "nats an answer", (Line("kl"),), marks=(Mark(0, ""),)),
+            Panel("entropy", "nats a token", (Line("entropy"),), only_with="reward"),
+        ),
+    ),
+    Figure(
+        "learning.png",
+        "What the updates of policy and critic did",
+        (
+            Panel("clipped", "tokens (%)", (Line("clip_fraction", unit=0.01),), low=0),
+            Panel("value loss", "value loss", (Line("value_loss"),), low=0),
+            Panel(
+                "explained variance",
+                "explained variance",
+                (Line("explained_variance"),),
+                marks=(Mark(0, "a constant"), Mark(1, "a perfect critic")),
+            ),
+        ),
+    ),
+    Figure(
+        "answers.png",
+        "Length of the sampled answers, how many end, and seconds of an update",
+        (
+            Panel("length", "tokens an answer", (Line("answer_tokens"),), low=0),
+            Panel("ended", "answers (%)", (Line("eos_rate", unit=0.01),), low=0, high=105),
+            Panel("time", "seconds an update", (), low=0, each="seconds/"),
         ),
     ),
     Figure(
@@ -167,7 +212,9 @@ STAMPED = 4096
 PERCENT = 0.01
 
 
-def draw(folder: Path, trainings: Mapping[str, Rows], scores: Scores) -> list[tuple[str, str]]:
+def draw(
+    folder: Path, trainings: Mapping[str, Rows], scores: Scores, *, more: Sequence[Shown] = ()
+) -> list[tuple[str, str]]:
     """Write the figures into ``folder``; return (file, caption) of those with something to show.
 
     One that shows the same already is left as it is: to draw them all takes a second. Figures of
@@ -175,6 +222,7 @@ def draw(folder: Path, trainings: Mapping[str, Rows], scores: Scores) -> list[tu
     """
     folder.mkdir(parents=True, exist_ok=True)
     shown = [Shown("Scores with their intervals", SCORES, scores, partial(_draw_scores, scores))]
+    shown += more
     shown += [
         Shown(each.caption, each.file, trainings, partial(_draw_curves, each, trainings))
         for each in FIGURES
@@ -213,15 +261,33 @@ def _stamp(shown: Shown) -> str:
 
 def _draw_curves(figure: Figure, trainings: Mapping[str, Rows]) -> Any:
     """A matplotlib figure with a panel for each training that has the curves, or None."""
-    jobs: list[tuple[str, Callable[[Any], None]]] = []
-    for panel in figure.panels:
+    jobs: list[tuple[str, Job]] = []
+    for asked in figure.panels:
         for label, rows in trainings.items():
+            panel = _with_every_line(asked, rows)
+            if panel.only_with and not any(panel.only_with in row for row in rows):
+                continue
             if any(line.key in row for line in panel.lines for row in rows):
                 jobs.append((f"{label}: {panel.title}", _curves(panel, rows)))
-    return _canvas(jobs) if jobs else None
+    return canvas(jobs) if jobs else None
 
 
-def _canvas(jobs: Sequence[tuple[str, Callable[[Any], None]]]) -> Any:
+def _with_every_line(panel: Panel, rows: Rows) -> Panel:
+    if not panel.each:
+        return panel
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith(panel.each))
+    colours = itertools.cycle(MORE)
+    found = [Line(key, next(colours), _words(key.removeprefix(panel.each))) for key in keys]
+    if len(found) == 1 and panel.lines:  # it is the total
+        return panel
+    return replace(panel, lines=(*panel.lines, *found))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def canvas(jobs: Sequence[tuple[str, Job]]) -> Any:
     """A row of panels, each drawn by its job. No pyplot: it would keep every figure alive."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
@@ -329,7 +395,7 @@ def _limit(axis: Any, panel: Panel, rows: Rows) -> None:
 
 def _draw_scores(scores: Scores) -> Any:
     """Loss, exact match and preference accuracy of each model, with intervals, or None."""
-    jobs: list[tuple[str, Callable[[Any], None]]] = []
+    jobs: list[tuple[str, Job]] = []
     panels = (
         ("held-out loss", "nats a token", 1.0, {"": "conversations/loss"}),
         ("exact match", "%", PERCENT, {"": "conversations/exact_match"}),
@@ -344,7 +410,7 @@ def _draw_scores(scores: Scores) -> Any:
         present = {n: k for n, k in keys.items() if any(k in found for found in scores.values())}
         if present:
             jobs.append((title, _score_panel(scores, ylabel, unit, present)))
-    return _canvas(jobs) if jobs else None
+    return canvas(jobs) if jobs else None
 
 
 def _score_panel(

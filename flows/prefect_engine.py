@@ -12,8 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from flows.failures import PREEMPTED, StageFailed
 from flows.prefect_server import Api, PrefectError, starting
 from flows.steps import Artifact, Runner, Step
+from stages.training import Training
 
 if TYPE_CHECKING:
     from prefect.flows import Flow
@@ -23,7 +25,8 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 STATE_NAMES = {"reused": "Reused", "resumed": "Resumed"}
-"""What the state of a finished stage is called, by its artifact's status; else Completed."""
+"""What the state of a finished stage is called, by its artifact's status; else Trained where it
+trains, or Completed."""
 
 FLUSH_SECONDS = 5.0
 
@@ -89,8 +92,7 @@ def as_task(run: Runner) -> Runner:
                 outcome.value = run(stage, step, label=label, **inputs)
             if isinstance(outcome.error, Exception):
                 get_run_logger().error("%s", outcome.error, exc_info=outcome.error)
-            status = outcome.value.status if outcome.value else ""
-            return outcome.state(STATE_NAMES.get(status, "Completed"))
+            return outcome.state(_state_name(step, outcome.value))
 
         task = Task(
             carry_out,
@@ -137,13 +139,20 @@ class Outcome(Generic[T]):
 
     def state(self, name: str = "Completed") -> "State[Any]":
         """The terminal state that tells Prefect of this outcome; ``name`` is that of success."""
-        from prefect.states import Cancelled, Completed, Failed
+        from prefect.states import Cancelled, Completed, Crashed, Failed
 
         if isinstance(self.error, KeyboardInterrupt):
             return Cancelled(message=_first_line(self.error))
+        if isinstance(self.error, StageFailed) and self.error.kind is PREEMPTED:
+            return Crashed(name="Preempted", message=_first_line(self.error))
         if self.error is not None:
             return Failed(message=_first_line(self.error))
         return Completed(name=name, data=self.value)
+
+
+def _state_name(step: Step[Any], artifact: Artifact | None) -> str:
+    made = "Trained" if isinstance(getattr(step, "config", None), Training) else "Completed"
+    return STATE_NAMES.get(artifact.status, made) if artifact else made
 
 
 def _as_flow(

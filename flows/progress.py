@@ -60,6 +60,8 @@ def line(label: str, row: dict[str, Any], *, first: dict[str, Any]) -> str:
         "loss": "loss {:.4f}",
         "rewards/accuracies": "accuracy {:.2f}",
         "rewards/margins": "margin {:.3f}",
+        "reward": "reward {:.3f}",
+        "kl": "KL {:.3f}",
         "tokens_per_second": "{:.0f} tokens/s",
     }
     parts += [text.format(row[key]) for key, text in shown.items() if key in row]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from configs import Config
-from flows import plots
+from flows import plots, reward_plots, reward_report
+from flows.markdown import cell, fenced, table
 from flows.progress import duration
 from stages.manifest import write_atomically
 
@@ -24,8 +24,6 @@ WIDTH = 100
 """Longest line of the terminal's table."""
 
 NUM_SAMPLES = 4
-MAX_CHARS = 400
-"""Longest answer shown in the report."""
 
 
 class StageRow(Config):
@@ -164,6 +162,8 @@ CHANGES = (
     Score("  on training pairs", "preferences/train/reward_margin"),
     Score("DPO loss (ln 2 = 0.693: none)", "preferences/test/dpo_loss"),
     Score("  on training pairs", "preferences/train/dpo_loss"),
+    Score("KL to the reference, nats/answer", "answers/kl"),
+    Score("  a token", "answers/kl_per_token"),
 )
 BRIEF = (
     "conversations/loss",
@@ -173,6 +173,7 @@ BRIEF = (
     "preferences/test/margin",
     "preferences/test/reward_margin",
     "preferences/test/dpo_loss",
+    "answers/kl",
 )
 """What the terminal shows."""
 
@@ -189,7 +190,9 @@ def write_report(folder: Path, report: Report) -> Path:
 def draw(folder: Path, report: Report) -> list[tuple[str, str]]:
     """Draw what there is to see by now into ``folder``; (file, caption) of each figure."""
     curves = {training.label: read_rows(training.output) for training in report.trainings}
-    return plots.draw(folder / FIGURES, curves, scores(report))
+    rewards = {label: reward_report.measures(out) for label, out in _outputs(report).items()}
+    more = [reward_plots.figure(rewards)]
+    return plots.draw(folder / FIGURES, curves, scores(report), more=more)
 
 
 def rebuild(folder: Path) -> Path:
@@ -223,6 +226,10 @@ def scores(report: Report) -> dict[str, dict[str, Any]]:
     }
 
 
+def _outputs(report: Report) -> dict[str, Path]:
+    return {training.label: training.output for training in report.trainings}
+
+
 def read_rows(output: Path) -> list[dict[str, Any]]:
     """The rows of ``OUTPUT/metrics.jsonl`` by step; of a step that was done twice, the later."""
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -237,8 +244,10 @@ def markdown(report: Report, *, folder: Path, figures: Sequence[tuple[str, str]]
         _stages(report, folder),
         _choices(report),
         _scores(report),
+        reward_report.reward_models(_outputs(report)),
         _figures(figures),
         _samples(report),
+        reward_report.answers(_outputs(report)),
         _data(report, folder),
         _provenance(report),
     )
@@ -258,16 +267,16 @@ def _stages(report: Report, folder: Path) -> list[str]:
         for row in report.stages
     ]
     head = ["stage", "status", "time", "backend x ranks", "figures", "output"]
-    return ["## Stages", _table(head, rows)] if rows else []
+    return ["## Stages", table(head, rows)] if rows else []
 
 
 def _choices(report: Report) -> list[str]:
     rows = [
-        [each.label, _cell(each.plan), _cell(each.why), _cell("\n".join(each.moves))]
+        [each.label, cell(each.plan), cell(each.why), cell("\n".join(each.moves))]
         for each in report.choices
     ]
     head = ["stage", "plan", "because", "moves when memory ran out"]
-    return ["## Backends that were chosen", _table(head, rows)] if rows else []
+    return ["## Backends that were chosen", table(head, rows)] if rows else []
 
 
 def _scores(report: Report) -> list[str]:
@@ -280,11 +289,12 @@ def _scores(report: Report) -> list[str]:
         "intervals: Wilson's for proportions, bootstrapped over rows for the rest. "
         "A preference counts as right when the model gives the chosen answer the higher "
         "log-probability, and its margin is the difference.",
-        _score_table(SCORES, found),
+        _score_table((*SCORES, *_of_answers("reward", found)), found),
     ]
     compared = {each.label: each for each in report.evaluations if each.baseline}
     changed = {label: found[label] for label in compared}
-    if not any(score.key in measures for score in CHANGES for measures in changed.values()):
+    lines = (*CHANGES, *_of_answers("win_rate", changed))
+    if not any(score.key in measures for score in lines for measures in changed.values()):
         return parts
     titles = {label: f"{label} against {each.baseline}" for label, each in compared.items()}
     return [
@@ -292,8 +302,29 @@ def _scores(report: Report) -> list[str]:
         "### Changes, row by row",
         "Paired differences: an interval without zero is a change that the held-out rows can "
         "tell. Rewards are beta x (log p - log p of the model compared with), so that a model "
-        "equal to it has margin 0 and DPO loss ln 2 = 0.693.",
-        _score_table(CHANGES, {titles[label]: measures for label, measures in changed.items()}),
+        "equal to it has margin 0 and DPO loss ln 2 = 0.693. An answer wins when it earns more "
+        "reward than the compared model's to the same prompt; the divergence is that of answers "
+        "sampled at temperature 1.",
+        _score_table(lines, {titles[label]: measures for label, measures in changed.items()}),
+    ]
+
+
+def _of_answers(measure: str, found: Mapping[str, Mapping[str, Any]]) -> list[Score]:
+    """A line for each reward of the answers: its mean, or how often it beats the compared model's.
+
+    The sum comes first where there are several.
+    """
+    whole = f"answers/{measure}"
+    keys = dict.fromkeys(key for measures in found.values() for key in measures)
+    named = [key for key in keys if key.startswith(f"{whole}/")]
+    first = [whole] if whole in keys and len(named) != 1 else []
+    form = PERCENT if measure == "win_rate" else {}
+    what = "answers that win by {}, %" if measure == "win_rate" else "reward of answers, {}"
+    return [
+        Score(
+            what.format(key.removeprefix(whole).strip("/").replace("_", " ") or "sum"), key, **form
+        )
+        for key in (*first, *named)
     ]
 
 
@@ -304,7 +335,7 @@ def _confidence(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _score_table(lines: Iterable[Score], found: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [[line.name.replace("  ", "… "), *map(line.text, found.values())] for line in lines]
-    return _table(["", *found], [row for row in rows if any(row[1:])])
+    return table(["", *found], [row for row in rows if any(row[1:])])
 
 
 def _figures(figures: Sequence[tuple[str, str]]) -> list[str]:
@@ -321,12 +352,12 @@ def _samples(report: Report) -> list[str]:
     parts = []
     for index in chosen:
         one = next(iter(found.values()))[index]
-        rows = [["reference", _cell(one["reference"]), ""]]
+        rows = [["reference", cell(one["reference"]), ""]]
         rows += [
-            [label, _cell(samples[index]["generated"]), "✓" if samples[index]["match"] else "✗"]
+            [label, cell(samples[index]["generated"]), "✓" if samples[index]["match"] else "✗"]
             for label, samples in found.items()
         ]
-        parts += [_fenced(one["prompt"]), _table(["", "answer", "match"], rows)]
+        parts += [fenced(one["prompt"]), table(["", "answer", "match"], rows)]
     title = "Held-out prompts, evenly spaced and not picked, with every model's greedy answer."
     return ["## Samples", title, *parts] if parts else []
 
@@ -351,14 +382,14 @@ def _prepared(output: Path, folder: Path) -> list[str]:
     counts = json.loads((output / "report.json").read_text(encoding="utf-8"))
     rows = {kind: facts["totals"] for kind, facts in counts.items()}
     rules = [
-        [kind, _cell(name), _cell(rule), f"{number}"]
+        [kind, cell(name), cell(rule), f"{number}"]
         for kind, facts in counts.items()
         for name, source in facts["sources"].items()
         for rule, number in source["rejected"].items()
     ]
     quarantine = os.path.relpath(output / "quarantine.jsonl", folder)
     told = f"Rows kept out, each named with file and line in [quarantine.jsonl]({quarantine}):"
-    rejected = [told, _table(["", "file", "rule", "rows"], rules)] if rules else []
+    rejected = [told, table(["", "file", "rule", "rows"], rules)] if rules else []
     return [_count_table(rows), *rejected]
 
 
@@ -377,30 +408,12 @@ def _count_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         [label, *(f"{facts[name]:,}" if name in facts else "" for name in names)]
         for label, facts in rows.items()
     ]
-    return _table(head, body, numbers=True)
+    return table(head, body, numbers=True)
 
 
 def _provenance(report: Report) -> list[str]:
-    rows = [[name, _cell(version)] for name, version in report.versions.items()]
-    return ["## Made with", _table(["", "version"], rows)] if rows else []
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
-    rule = ["---", *("---:" if numbers else "---" for _ in head[1:])]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
-
-
-def _cell(text: str) -> str:
-    """``text`` for a cell of a Markdown table: cut, on one line, nothing in it is markup."""
-    cut = text if len(text) <= MAX_CHARS else text[:MAX_CHARS].rstrip() + " …"
-    return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", cut.strip()).replace("\n", "<br>")
-
-
-def _fenced(text: str) -> str:
-    """``text`` as a code block, whatever backticks it holds itself."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text.strip()}\n{fence}"
+    rows = [[name, cell(version)] for name, version in report.versions.items()]
+    return ["## Made with", table(["", "version"], rows)] if rows else []
 
 
 def _seconds(row: StageRow) -> str:
@@ -414,6 +427,7 @@ def terminal_table(report: Report) -> str:
     parts = [_terminal_stages(report)] if report.stages else []
     found = scores(report)
     lines = [next(s for s in (*SCORES, *CHANGES) if s.key == key) for key in BRIEF]
+    lines += [*_of_answers("reward", found), *_of_answers("win_rate", found)]
     for start in range(0, len(found), 3):
         labels = list(found)[start : start + 3]
         rows = [[line.name, *(line.text(found[label]) for label in labels)] for line in lines]

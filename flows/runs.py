@@ -134,7 +134,7 @@ def describe(config: Any, artifacts: list[Artifact]) -> report.Report:
 
 
 def _row(artifact: Artifact, done: manifest.Manifest) -> report.StageRow:
-    shown = ("steps", "final_loss")
+    shown = ("steps", "final_loss", "save_seconds")
     return report.StageRow(
         label=artifact.label,
         status=artifact.status,

@@ -99,14 +99,14 @@ def look(folder: Path) -> Iterator[Seen]:
 
 def see(label: str, out: Path) -> Seen:
     """One stage's output folder. Reads a few small files, whoever runs the job and wherever."""
-    rows = _rows(out)
+    logged = rows(out)
     state, event = _state(out)
     return Seen(
         label=label,
         out=out,
         state=state,
-        row=rows[-1] if rows else {},
-        first=rows[0] if rows else {},
+        row=logged[-1] if logged else {},
+        first=logged[0] if logged else {},
         event=event,
     )
 
@@ -142,7 +142,8 @@ def _last_event(out: Path) -> str:
     return max(events, default=(0.0, ""))[1]
 
 
-def _rows(out: Path) -> list[dict[str, Any]]:
+def rows(out: Path) -> list[dict[str, Any]]:
+    """The whole lines of ``OUT/metrics.jsonl``, first to last."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]

@@ -5,8 +5,11 @@ from stages.convert import convert
 from stages.dpo import dpo
 from stages.evaluate import evaluate
 from stages.fetch import fetch
+from stages.grpo import grpo
 from stages.longest_rows import longest_rows
+from stages.ppo import ppo
 from stages.prepare_data import prepare_data
+from stages.reward import reward
 from stages.sft import sft
 from stages.tokenize_data import tokenize_data
 
@@ -15,9 +18,12 @@ STAGES = {
     for stage in (
         Stage(fetch, online=True),
         Stage(prepare_data, version=3),
-        Stage(tokenize_data, version=3),
+        Stage(tokenize_data, version=4),
         Stage(sft, version=2, beats=True),
         Stage(dpo, beats=True),
+        Stage(reward, beats=True),
+        Stage(ppo, beats=True),
+        Stage(grpo, beats=True),
         Stage(convert, version=2),
         Stage(evaluate, beats=True),
         Stage(longest_rows),

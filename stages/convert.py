@@ -118,6 +118,7 @@ def _write(config: Convert, partial: Path, training: Training) -> dict[str, Any]
     weights, tied = settle(whole.without(plan.unread(whole.specs)), plan.aliases)
     companions.write_config(partial, settings, dtype=dtype, tied=tied)
     companions.copy_tokenizer(partial, source, origin)
+    companions.copy_scale(partial, source)
     companions.write_generation_config(partial, source, origin)
     export.write(weights, partial, dtype=dtype, max_shard_size=config.max_shard_size)
     return {"untied": bool(plan.aliases) and not tied, **figures}

@@ -1,7 +1,9 @@
-"""Held-out loss, preferences and exact match of one model."""
+"""Held-out loss, preferences, exact match, rewards and divergence of one model."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -9,11 +11,13 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from configs import Config
+from stages import rewards
 from stages.base import Context, Metrics, StageError
-from stages.evaluation import items, language_model, measures
+from stages.evaluation import divergence, items, language_model, measures
 from stages.evaluation.intervals import Intervals
 from stages.evaluation.items import IGNORED, Row
 from stages.evaluation.ranks import Ranks, batches_by_length, joined
+from stages.rewards.config import Reward
 
 SAMPLES = "samples.jsonl"
 PROGRESS = "metrics.jsonl"
@@ -45,6 +49,13 @@ class Evaluate(Config):
     beta: PositiveFloat | None = None
     """Scale of implicit rewards against the baseline, as in DPO. None leaves rewards out."""
 
+    rewards: tuple[Reward, ...] = ()
+    """Rewards of the generated answers. None, with a reward model given, is the reward model."""
+
+    kl_rows: NonNegativeInt = 200
+    """Held-out prompts that are answered by sampling for the divergence from the reference, where
+    one is given."""
+
     bootstrap_samples: PositiveInt = 1000
     """Resamples behind every interval that is not a proportion's."""
 
@@ -67,19 +78,32 @@ class Evaluate(Config):
 
 
 def evaluate(
-    config: Evaluate, ctx: Context, *, model: Path, data: Path, baseline: Path | None = None
+    config: Evaluate,
+    ctx: Context,
+    *,
+    model: Path,
+    data: Path,
+    baseline: Path | None = None,
+    reward: Path | None = None,
+    reference: Path | None = None,
 ) -> Metrics:
     """Measure ``MODEL/model`` on the splits in ``data`` (an output of tokenize_data).
 
     ``baseline`` is an earlier output of this stage for another model on the same data; it gives
-    the paired changes and is the reference of implicit rewards. Returns ``confidence``, and
-    numbers or estimates ``{"value", "low", "high", "n"}`` under
+    the paired changes, is the reference of implicit rewards, and its answers are what this
+    model's have to win against. ``reward`` holds a reward model, and ``REFERENCE/model`` is what
+    the divergence is measured from. Returns ``confidence``, and numbers or estimates
+    ``{"value", "low", "high", "n"}`` under
 
     - ``conversations/``: ``loss`` (nats a trained token), ``perplexity``, ``tokens``; if answers
       were generated ``exact_match``, ``stopped``, ``answer_tokens``; with a baseline
       ``loss_change``, ``exact_match_change``;
     - ``preferences/test/`` and ``preferences/train/``, where the data has pairs: the keys of
-      :func:`stages.evaluation.measures.preference_measures`.
+      :func:`stages.evaluation.measures.preference_measures`;
+    - ``answers/``: with rewards ``reward`` (the weighted sum) and ``reward/<name>`` of the greedy
+      answers, with a baseline ``win_rate`` and ``win_rate/<name>``, how often the reward is above
+      that of the baseline's answer, ties counting half; with a reference ``kl`` (nats an answer)
+      and ``kl_per_token``, KL(model || reference) of answers sampled at temperature 1.
 
     Leaves ``items.jsonl`` (results by row), ``samples.jsonl`` (generated answers) and, while it
     works, a line a batch in ``metrics.jsonl`` for those who watch. Several ranks share the batches
@@ -90,15 +114,49 @@ def evaluate(
     before = None if baseline is None else items.read_matching(baseline, rows)
     prompts = _prompts(config, rows)
     with joined(ctx.device) as ranks:
-        scores, answers = _infer(config, ctx, ranks, model / "model", rows, prompts)
+        scorer = None if ranks.rank else _scorer(config, ctx, reward)
+        folders = Folders(model / "model", reference and reference / "model")
+        inferred = _infer(config, ctx, ranks, folders, rows, prompts)
     if ranks.rank:
         return {}
-    samples = _samples(config, prompts, answers, model / "model")
-    found = _items(rows, scores, samples)
+    samples = _samples(config, prompts, inferred.answers, model / "model")
+    rewarded = _rewarded(config, scorer, prompts, samples, baseline, folders.model)
+    found = _items(rows, inferred.scores, samples)
     measures.require_finite(found)
     items.write(ctx.out / items.NAME, found)
     items.write(ctx.out / SAMPLES, samples)
-    return _measure(config, found, before)
+    return {**_measure(config, found, before), **rewarded, **_diverged(config, inferred)}
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The models that are needed at once."""
+
+    model: Path
+    reference: Path | None
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """What the models gave, in order."""
+
+    scores: list[language_model.Score]
+    """Of every sequence of every row."""
+
+    answers: list[language_model.Answer]
+    """To every prompt."""
+
+    divergences: list[divergence.Divergence]
+    """Of an answer sampled to each of some prompts."""
+
+
+def _scorer(config: Evaluate, ctx: Context, reward: Path | None) -> rewards.Scorer | None:
+    """What rates the answers, loaded before the long work begins; ``None`` rates nothing."""
+    named = config.rewards or ((Reward(model=True),) if reward else ())
+    if not named or not config.generate_rows:
+        return None
+    inputs = {"reward": reward} if reward else {}
+    return rewards.load(named, inputs, ctx.device, batch_size=config.batch_size)
 
 
 def _read(config: Evaluate, data: Path) -> list[Row]:
@@ -140,23 +198,39 @@ def _infer(
     config: Evaluate,
     ctx: Context,
     ranks: Ranks,
-    folder: Path,
+    folders: Folders,
     rows: Sequence[Row],
     prompts: Sequence[Row],
-) -> tuple[list[language_model.Score], list[language_model.Answer]]:
-    """The score of every sequence of every row, and the answer to every prompt, in order."""
+) -> Inferred:
     sequences = [sequence for row in rows for sequence in _sequences(row)]
     questions = [row["prompt_ids"] for row in prompts]
+    sampled = _sampled(config, rows) if folders.reference else []
     scoring = batches_by_length([len(ids) for ids, _ in sequences], config.batch_size)
     answering = batches_by_length([len(ids) for ids in questions], config.batch_size)
+    sampling = batches_by_length([len(ids) for _, ids in sampled], config.batch_size)
+    folder = folders.model
     model = language_model.load(folder, dtype=config.dtype, device=ctx.device)
     language_model.require_vocabulary(model, [ids for ids, _ in sequences], folder)
     if questions:
         language_model.decode_greedily(model, folder, max_new_tokens=config.max_new_tokens)
-    tick = ranks.ticker(ctx.out / PROGRESS, scoring, answering)
+    tick = ranks.ticker(ctx.out / PROGRESS, scoring, answering, sampling)
     scores = ranks.map(partial(language_model.score, model), sequences, scoring, tick)
     answers = ranks.map(partial(language_model.answer, model), questions, answering, tick)
-    return scores, answers
+    if not sampled or folders.reference is None:
+        return Inferred(scores, answers, [])
+    reference = language_model.load(folders.reference, dtype=config.dtype, device=ctx.device)
+    divergence.require_same_vocabulary(model, reference, folders.reference)
+    compare = divergence.measure(
+        model, reference, folder, max_new_tokens=config.max_new_tokens, seed=config.seed
+    )
+    return Inferred(scores, answers, ranks.map(compare, sampled, sampling, tick))
+
+
+def _sampled(config: Evaluate, rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
+    """(place, prompt ids) of the prompts that are answered for the divergence."""
+    held_out = [row for row in rows if row["set"] == CONVERSATIONS]
+    places = items.sample(len(held_out), config.kl_rows, seed=config.seed)
+    return [(held_out[place]["index"], held_out[place]["prompt_ids"]) for place in places]
 
 
 def _sequences(row: Row) -> list[language_model.Labelled]:
@@ -199,6 +273,64 @@ def _sample(
         "match": answer_of(text, config.answer_pattern) == reference,
         "stopped": stopped,
         "answer_tokens": len(ids),
+    }
+
+
+def _rewarded(
+    config: Evaluate,
+    scorer: rewards.Scorer | None,
+    prompts: Sequence[Row],
+    samples: Sequence[dict[str, Any]],
+    baseline: Path | None,
+    folder: Path,
+) -> dict[str, Any]:
+    """Rewards of the answers, noted in ``samples`` too, and how often they beat the baseline's."""
+    if scorer is None or not samples:
+        return {}
+    from transformers import AutoTokenizer
+
+    from stages.evaluation.reward_measures import win_rate
+    from stages.rewards import prompts as asked
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [asked.messages(row, tokenizer) for row in prompts]
+    facts = asked.facts(prompts)
+    mine = scorer(messages, [sample["generated"] for sample in samples], facts)
+    for place, sample in enumerate(samples):
+        sample["rewards"] = {name: scores[place] for name, scores in mine.items()}
+    intervals = Intervals(config.confidence, config.bootstrap_samples, config.seed)
+    found = {_key("reward", name): intervals.mean(scores) for name, scores in mine.items()}
+    if earlier := _earlier(baseline, samples):
+        theirs = scorer(messages, earlier, facts)
+        for name, scores in mine.items():
+            found[_key("win_rate", name)] = win_rate(scores, theirs[name], intervals)
+    return found
+
+
+def _key(measure: str, name: str) -> str:
+    return f"answers/{measure}" + ("" if name == rewards.TOTAL else f"/{name}")
+
+
+def _earlier(baseline: Path | None, samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The baseline's answers to the same prompts; none where it did not answer all of them."""
+    path = baseline and baseline / SAMPLES
+    if not path or not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    known = {each["index"]: each for each in map(json.loads, lines)}
+    if any(sample["index"] not in known for sample in samples):
+        return []
+    return [known[sample["index"]]["generated"] for sample in samples]
+
+
+def _diverged(config: Evaluate, inferred: Inferred) -> dict[str, Any]:
+    if not inferred.divergences:
+        return {}
+    intervals = Intervals(config.confidence, config.bootstrap_samples, config.seed)
+    nats, tokens = zip(*inferred.divergences, strict=True)
+    return {
+        "answers/kl": intervals.mean(nats),
+        "answers/kl_per_token": intervals.ratio(nats, tokens),
     }
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pydantic import Field
 
 from configs import Config
 from stages.base import Stage, StageError
+from stages.hashing import each, hash_file
 
 NAME = "manifest.json"
 
@@ -83,17 +83,16 @@ def digest(path: Path) -> str:
     whole = hashlib.sha256()
     found = {file.relative_to(path): file for file in path.rglob("*") if file.is_file()}
     names = sorted(n for n in found if not any(part.startswith(".") for part in n.parts))
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing lets other threads run
-        for name, hashed in zip(names, threads.map(digest, map(found.get, names)), strict=True):
-            whole.update(f"{name}\0{hashed}\n".encode())
+    hashes = each(digest, [found[name] for name in names])
+    for name, hashed in zip(names, hashes, strict=True):
+        whole.update(f"{name}\0{hashed}\n".encode())
     return whole.hexdigest()
 
 
 @cache
 def _file_digest(path: Path, size: int, modified: int) -> str:
     """Read once in a process; ``size`` and ``modified`` tell a changed file from the same one."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_file(path, hashlib.sha256)
 
 
 def read(out: Path) -> Manifest | None:

@@ -4,12 +4,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from stages import hashing
+
 FOLDER = "checkpoints"
+SAVING = "saving"
+"""Where a save is written; it is moved to :data:`FOLDER` when it is whole."""
+
 MARKER = "complete.json"
 DAMAGED = "damaged-"
 
@@ -46,6 +50,7 @@ def newest(out: Path) -> Path | None:
 def discard_incomplete(out: Path) -> None:
     """Remove what an interrupted save left, and put aside the newest checkpoints whose files are
     no longer what was saved; sound ones are never touched."""
+    discard_saving(out)
     for folder in (out / FOLDER).glob("checkpoint-*"):
         if not (folder / MARKER).exists():
             shutil.rmtree(folder)
@@ -53,23 +58,53 @@ def discard_incomplete(out: Path) -> None:
         last.rename(last.with_name(f"{DAMAGED}{last.name}"))
 
 
+def discard_saving(out: Path) -> None:
+    """Remove a save that was cut short."""
+    shutil.rmtree(out / SAVING, ignore_errors=True)
+
+
 def damage(checkpoint: Path) -> str | None:
     """The file of a complete checkpoint whose content is not what was saved, or ``None``."""
-    hashes = json.loads((checkpoint / MARKER).read_text()).get("sha256", {})
-    found = _side_by_side(_digest, [checkpoint / name for name in hashes])
-    return next((n for n, now in zip(hashes, found, strict=True) if hashes[n] != now), None)
+    record = _record(checkpoint)
+    for kind, digest in _DIGESTS.items():
+        hashes = record.get(kind, {})
+        found = hashing.each(digest, [checkpoint / name for name in hashes])
+        for name, now in zip(hashes, found, strict=True):
+            if hashes[name] != now:
+                return name
+    return None
 
 
-def mark_complete(checkpoint: Path, facts: Mapping[str, Any]) -> None:
-    """Sync and hash every file of ``checkpoint``, then say so. Call it once all ranks have
-    written."""
+def publish(out: Path, number: int, facts: Mapping[str, Any], *, movable: bool = True) -> Path:
+    """Complete the save of step ``number`` and move it among the checkpoints, where it now is.
+
+    Call it once all ranks have written to ``OUT/saving/checkpoint-N``.
+    """
+    saved = out / SAVING / f"checkpoint-{number}"
+    final = out / FOLDER / saved.name
+    mark_complete(saved, facts, movable=movable)
+    final.parent.mkdir(exist_ok=True)
+    if final.exists():  # not whole, or this step would not have been done again
+        shutil.rmtree(final)
+    saved.rename(final)
+    _sync(final.parent)
+    _sync(saved.parent)
+    return final
+
+
+def mark_complete(checkpoint: Path, facts: Mapping[str, Any], *, movable: bool = True) -> None:
+    """Sync and hash every file of ``checkpoint``, then say so in its marker.
+
+    ``movable`` tells whether ZeRO's optimizer state can be cut anew (see :func:`obstacle`).
+    """
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
     names = [str(file.relative_to(checkpoint)) for file in files]
-    hashes = _side_by_side(_settle, files)
+    hashes = hashing.each(_settle, files)
     record = {
         "facts": dict(facts),
+        "movable": movable,
         "files": {n: file.stat().st_size for n, file in zip(names, files, strict=True)},
-        "sha256": dict(zip(names, hashes, strict=True)),
+        "xxh3_128": dict(zip(names, hashes, strict=True)),
     }
     for folder in {file.parent for file in files}:
         _sync(folder)
@@ -83,14 +118,19 @@ def mark_complete(checkpoint: Path, facts: Mapping[str, Any]) -> None:
 
 def facts(checkpoint: Path) -> dict[str, Any]:
     """What was recorded when ``checkpoint`` was completed: wrapper, ranks, ZeRO stage."""
-    return json.loads((checkpoint / MARKER).read_text())["facts"]
+    return _record(checkpoint)["facts"]
+
+
+def _record(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / MARKER).read_text())
 
 
 def obstacle(checkpoint: Path, promise: Mapping[str, Any]) -> str | None:
     """Why training under ``promise`` cannot go on from ``checkpoint``, or ``None``.
 
     Plain and DDP checkpoints hold everything once and load under either on any number of ranks;
-    FSDP's are cut anew when they are loaded. ZeRO's optimizer state is cut for its ranks.
+    FSDP's are cut anew when they are loaded, and ZeRO's before (``stages.recut``), if Adam's
+    moments are all that its optimizer keeps.
     """
     had = facts(checkpoint)
     if had == dict(promise):
@@ -99,6 +139,8 @@ def obstacle(checkpoint: Path, promise: Mapping[str, Any]) -> str | None:
     if before == asked == "whole":
         return None
     if before == asked == "fsdp" and had.get("checkpoints") == promise.get("checkpoints"):
+        return None
+    if before == asked == "deepspeed" and _record(checkpoint).get("movable", True):
         return None
     return (
         f"{checkpoint} was written under {_shape(had)}, and its optimizer state cannot be loaded "
@@ -121,7 +163,8 @@ def best(out: Path, metric: str, *, larger: bool = False) -> Path | None:
     least unless ``larger``; ``None`` if it was logged at none of them."""
     logged = out / "metrics.jsonl"
     lines = logged.read_text().splitlines() if logged.exists() else []
-    values = {row["step"]: row[metric] for row in map(json.loads, lines) if metric in row}
+    rows = (json.loads(line) for line in lines if line.endswith("}"))  # one may be half written
+    values = {row["step"]: row[metric] for row in rows if metric in row}
     known = [folder for folder in complete(out) if step(folder) in values]
     sign = -1 if larger else 1
     return min(known, key=lambda folder: sign * values[step(folder)], default=None)
@@ -146,28 +189,28 @@ def _shape(promise: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in sorted(promise.items()))
 
 
-def _side_by_side(act: Any, files: list[Path]) -> list[str]:
-    """Syncing waits for the disk and hashing lets other threads run: all cores, largest first."""
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        largest = sorted(files, key=_size, reverse=True)
-        done = {file: threads.submit(act, file) for file in largest}
-        return [done[file].result() for file in files]
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else 0
-
-
 def _settle(file: Path) -> str:
     _sync(file)
-    return _digest(file)
+    return _xxh3(file)
 
 
-def _digest(file: Path) -> str:
-    if not file.is_file():
-        return "missing"
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _xxh3(file: Path) -> str:
+    """Finds rot, which is no adversary, at the speed of memory."""
+    import xxhash
+
+    return _digest(file, xxhash.xxh3_128)
+
+
+def _sha256(file: Path) -> str:
+    return _digest(file, hashlib.sha256)
+
+
+def _digest(file: Path, kind: hashing.Hash) -> str:
+    return hashing.hash_file(file, kind) if file.is_file() else "missing"
+
+
+_DIGESTS: Mapping[str, Callable[[Path], str]] = {"xxh3_128": _xxh3, "sha256": _sha256}
+"""By the name under which a marker holds them; older markers have SHA-256."""
 
 
 def _sync(path: Path) -> None:

@@ -59,13 +59,13 @@ def tokenize_data(config: TokenizeData, ctx: Context, *, model: Path, data: Path
     """Write ``{conversations,preferences,unpaired}/{train,test}`` into ``ctx.out`` as saved sets.
 
     Conversations: ``input_ids``, ``labels`` (-100 where not trained), ``prompt_ids`` (what stands
-    before the last answer at inference), ``answer`` (its text). Preferences: ``prompt_ids``,
-    ``chosen_ids``, ``rejected_ids``; prompt with answer is the template's rendering. Unpaired:
-    ``prompt_ids``, ``completion_ids``, ``label``. Ids are lists of int32, every answer ends with a
-    stop token, and ``length`` is what ``max_length`` limits. ``model`` holds ``model/`` with a
-    tokenizer, of which nothing else is loaded; ``data`` is an output of ``prepare_data``. What is
-    kept out stands in ``quarantine.jsonl``. Rows are never all in memory. Raises
-    :class:`StageError`.
+    before the last answer at inference), ``prompt`` (the turns before that answer, as JSON),
+    ``answer`` (its text). Preferences: ``prompt_ids``, ``chosen_ids``, ``rejected_ids``; prompt
+    with answer is the template's rendering. Unpaired: ``prompt_ids``, ``completion_ids``,
+    ``label``. Ids are lists of int32, every answer ends with a stop token, and ``length`` is what
+    ``max_length`` limits. ``model`` holds ``model/`` with a tokenizer, of which nothing else is
+    loaded; ``data`` is an output of ``prepare_data``. What is kept out stands in
+    ``quarantine.jsonl``. Rows are never all in memory. Raises :class:`StageError`.
     """
     ctx.out.mkdir(parents=True, exist_ok=True)
     found: list[Kind] = [kind for kind in KINDS if (data / kind).is_dir()]

@@ -1,5 +1,6 @@
 """What the training stages share: their fields, the trainer's arguments, and the run itself."""
 
+import json
 import math
 import shutil
 import time
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from configs import Config
-from stages import resume
+from stages import recut, resume
 from stages.base import Context, Metrics, StageError
 from stages.checkpoint.lineage import note_base
 
@@ -148,9 +149,9 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
     """A TRL trainer's arguments, from ``config`` and from what the backend adds."""
     ours = {"fsdp_plugin", "whole_embedding", "keep"}
-    backend = {key: value for key, value in ctx.trainer_args.items() if key not in ours}
+    backend = {key: value for key, value in recut.settings(ctx).items() if key not in ours}
     return {
-        "output_dir": str(ctx.out / resume.FOLDER),
+        "output_dir": str(ctx.out / resume.SAVING),
         "learning_rate": config.learning_rate,
         "lr_scheduler_type": config.schedule,
         "warmup_steps": config.warmup_fraction,
@@ -181,8 +182,13 @@ def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
     }
 
 
-def peft_config(method: Full | Adapter) -> "LoraConfig | None":
-    """PEFT's description of ``method``, or ``None`` when every weight is trained."""
+def peft_config(
+    method: Full | Adapter, *, task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
+) -> "LoraConfig | None":
+    """PEFT's description of ``method``, or ``None`` when every weight is trained.
+
+    The score head of a ``SEQ_CLS`` model is trained whole and saved with the adapter.
+    """
     if isinstance(method, Full):
         return None
     from peft import LoraConfig
@@ -190,13 +196,14 @@ def peft_config(method: Full | Adapter) -> "LoraConfig | None":
     named = {"all_linear": "all-linear", "attention": list(ATTENTION)}
     targets = method.targets
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task,
         r=method.rank,
         lora_alpha=method.alpha,
         lora_dropout=method.dropout,
         target_modules=named[targets] if isinstance(targets, str) else list(targets),
         use_rslora=method.rank_stabilised,
         use_dora=isinstance(method, DoRA),
+        modules_to_save=["score"] if task == "SEQ_CLS" else None,
     )
 
 
@@ -280,6 +287,7 @@ def train(trainer: Trainer, ctx: Context) -> Metrics:
     """Train to the last step, from the newest complete checkpoint if there is one, and save.
 
     Leaves ``OUT/model`` (what the trainer saved), ``OUT/metrics.jsonl`` and ``OUT/ranks/``.
+    ``save_seconds`` in what it returns is how long training stood still for ``saves`` saves.
     Raises ``StageError`` when no step was done, ``NonFiniteError`` when a value was not finite.
     """
     refuse_one_tied_end(trainer.model)
@@ -287,12 +295,15 @@ def train(trainer: Trainer, ctx: Context) -> Metrics:
     started = time.time()
     if ctx.trainer_args.get("whole_embedding"):
         keep_embedding_whole(trainer)
+    recut.prepare(trainer, ctx)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     done, asked = trainer.state.global_step, trainer.state.max_steps
     first = resume.step(checkpoint) if checkpoint else 0
     if done < asked or done == 0:
         raise StageError(f"training ended at step {done} of {asked}; nothing was saved")
     _save(trainer, ctx)
+    noted = ctx.out / "ranks" / f"rank-{trainer.args.process_index}.json"
+    facts = json.loads(noted.read_text())
     last = [row for row in trainer.state.log_history if "loss" in row]
     return {
         "steps": done,
@@ -300,6 +311,8 @@ def train(trainer: Trainer, ctx: Context) -> Metrics:
         "seconds": time.time() - started,
         "first_loss": last[0]["loss"],
         "final_loss": last[-1]["loss"],
+        "saves": facts["saves"],
+        "save_seconds": facts["save_seconds"],
     }
 
 
@@ -352,6 +365,6 @@ def _complete(trainer: Trainer, folder: Path) -> None:
         model = model.get_base_model()
     if not (folder / "config.json").exists():
         model.config.save_pretrained(folder)
-    if not (folder / "generation_config.json").exists():
+    if model.can_generate() and not (folder / "generation_config.json").exists():
         model.generation_config.save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)

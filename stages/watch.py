@@ -15,15 +15,21 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from stages import resume
+from stages import recut, resume
 from stages.base import Context, Interrupted, StageError
 from stages.beats import Beats, Phase
 from stages.manifest import write_atomically
+from stages.saves import Saves
 from stages.stopping import StopRequest
 from stages.training import NonFiniteError, Trainer, gathers
 
 Logs = Mapping[str, float]
-RENAMED = {"num_tokens": "tokens", "num_input_tokens_seen": "tokens"}
+RENAMED = {
+    "num_tokens": "tokens",
+    "num_input_tokens_seen": "tokens",
+    "accuracy": "rewards/accuracies",  # the reward trainer's names for what the DPO trainer logs
+    "margin": "rewards/margins",
+}
 LEFT_OUT = {"total_flos", "train_loss", "train_runtime", "epoch"}
 
 
@@ -31,17 +37,25 @@ class Watch(TrainerCallback):
     """Watches one rank; rank 0 also writes ``metrics.jsonl`` and marks checkpoints complete."""
 
     def __init__(
-        self, trainer: Trainer, ctx: Context, step_zero: Callable[[Logs], None] | None = None
+        self,
+        trainer: Trainer,
+        ctx: Context,
+        step_zero: Callable[[Logs], None] | None = None,
+        *,
+        in_our_words: Callable[[Logs], Logs] = dict,
     ) -> None:
         """``step_zero`` is given the first step's values, taken before any update, and raises
-        if they break an invariant of the method."""
+        if they break an invariant of the method. ``in_our_words`` makes of a trainer's names those
+        of ``metrics.jsonl``."""
         self.trainer, self.ctx, self.step_zero = trainer, ctx, step_zero
+        self.in_our_words = in_our_words
         self.rank = trainer.args.process_index
         self.metrics = ctx.out / "metrics.jsonl"
         self.last: tuple[float, float] | None = None
         self.beats = Beats(ctx.out, heeds_stop=True)
         self.request = StopRequest(ctx.out)
         self.leaving = False
+        self.saves = Saves(trainer, ctx)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -51,7 +65,9 @@ class Watch(TrainerCallback):
         )
         verify(found, self.ctx.promise)
         self._note(found | {"process_bytes": process_bytes(self.ctx.device, found)})
+        recut.settle(self.trainer, self.ctx)
         if self.rank == 0:
+            resume.discard_saving(self.ctx.out)
             self._drop_rows_after(state.global_step)
             if self.trainer.is_deepspeed_enabled:
                 resolved = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -73,13 +89,18 @@ class Watch(TrainerCallback):
             self.leaving = control.should_save = control.should_training_stop = True
         if control.should_save:
             self._beat("save", state)
+            self.saves.begin()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self._beat("save", state)
+        self.saves.finish()
+        if self.rank == 0:
+            resume.discard_saving(self.ctx.out)
         noted = json.loads((self.ctx.out / "ranks" / f"rank-{self.rank}.json").read_text())
-        self._note(noted | {"peak_bytes": memory_bytes(self.ctx.device)})
+        waited = {"saves": self.saves.count, "save_seconds": self.saves.seconds}
+        self._note(noted | waited | {"peak_bytes": memory_bytes(self.ctx.device)})
 
     def on_log(
         self,
@@ -103,16 +124,11 @@ class Watch(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.trainer.accelerator.wait_for_everyone()
-        if self.rank == 0:
-            folder = self.ctx.out / resume.FOLDER / f"checkpoint-{state.global_step}"
-            resume.mark_complete(folder, self.ctx.promise)
-            if keep := self.ctx.trainer_args.get("keep"):
-                resume.rotate(self.ctx.out, **keep)
-        self.trainer.accelerator.wait_for_everyone()
-        self._beat("step", state)
+        self.saves.written(state.global_step)
         if self.leaving:
+            self.saves.finish()
             raise Interrupted(f"asked to stop; step {state.global_step} is saved")
+        self._beat("step", state)
 
     def _beat(self, phase: Phase, state: TrainerState) -> None:
         self.beats.beat(phase, step=state.global_step, total_steps=state.max_steps)
@@ -124,11 +140,14 @@ class Watch(TrainerCallback):
             "total_steps": state.max_steps,
             "time": now,
         }
-        row |= {RENAMED.get(k, k): v for k, v in logs.items() if k not in LEFT_OUT}
+        told = self.in_our_words(logs)
+        row |= {RENAMED.get(k, k): v for k, v in told.items() if k not in LEFT_OUT}
         tokens = float(row.get("tokens", 0))
         if self.last and tokens > self.last[1]:
             row["tokens_per_second"] = (tokens - self.last[1]) / max(now - self.last[0], 1e-9)
         self.last = (now, tokens)
+        if stood := self.saves.told():
+            row["save_seconds"] = stood
         row["memory_bytes"] = memory_bytes(self.ctx.device)
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -91,7 +91,7 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
         start_new_session=True,
     ) as supervisor:
         os.close(lifeline)
-        _write(str(folder), HANDLE, _identity(supervisor.pid) | {"argv": job.argv})
+        _write(str(folder), HANDLE, identity(supervisor.pid) | {"argv": job.argv})
         try:
             while True:
                 try:
@@ -122,7 +122,7 @@ def ended(folder: Path) -> dict[str, Any] | None:
 
 def is_alive(handle: Mapping[str, Any]) -> bool:
     """Whether the process of a handle still runs: its pid, started when the handle says."""
-    return _identity(handle["pid"]).get("started") == handle["started"]
+    return identity(handle["pid"]).get("started") == handle["started"]
 
 
 # What follows runs in the supervisor, which has no site-packages and no project.
@@ -331,7 +331,7 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _identity(pid: int) -> dict[str, Any]:
+def identity(pid: int) -> dict[str, Any]:
     """A pid and the clock tick at which its process started: together they are never reused."""
     fields = _stat(pid)
     return {"pid": pid, "started": int(fields[19]) if fields else None}
@@ -341,7 +341,7 @@ def _status(
     folder: str, state: str, why: str | None, beats: dict[int, dict[str, Any]] | None = None
 ) -> None:
     ranks = [{"rank": rank} | beat for rank, beat in (beats or _beats(folder)).items()]
-    fact = _identity(os.getpid()) | {"state": state, "why": why, "time": time.time()}
+    fact = identity(os.getpid()) | {"state": state, "why": why, "time": time.time()}
     _write(folder, STATUS, fact | {"ranks": ranks})
 
 

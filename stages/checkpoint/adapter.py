@@ -63,6 +63,13 @@ class Adapter:
 
     weights: Weights
 
+    @property
+    def heads(self) -> frozenset[str]:
+        """Parameters that the base may lack: the score of a reward model made from a language
+        model."""
+        reward = self.config.get("task_type") == "SEQ_CLS"
+        return frozenset(self.replaced if reward else ())
+
 
 def read_adapter(path: Path) -> Adapter:
     """The adapter in ``path``: PEFT's own files, or a PEFT model in DCP or ZeRO shards.

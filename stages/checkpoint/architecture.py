@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.base import StageError
+from stages.checkpoint.heads import is_reward_model, model_class
 from stages.checkpoint.json_files import read_json
 
 if TYPE_CHECKING:
@@ -56,17 +57,19 @@ class Architecture:
 def architecture(path: Path) -> Architecture:
     """What ``path/config.json`` describes. Raises :class:`StageError` for an unusable config."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
     read_json(path / "config.json")
+    reward = is_reward_model(path)
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = model_class(reward=reward).from_config(config)
     except _UNUSABLE as error:
         first = (str(error) or repr(error)).splitlines()[0]
-        raise StageError(f"{path / 'config.json'}: no causal model can be built: {first}") from None
+        what = "reward" if reward else "causal"
+        raise StageError(f"{path / 'config.json'}: no {what} model can be built: {first}") from None
     aliases = dict(model.all_tied_weights_keys)
     state = {name: t for name, t in model.state_dict().items() if name not in aliases}
     saved = revert_weight_conversion(model, dict(state))
@@ -75,7 +78,10 @@ def architecture(path: Path) -> Architecture:
         forms=tuple(map(_shapes, forms)),
         aliases=aliases,
         vocabulary_rows=model.get_input_embeddings().weight.shape[0],
-        ignored=tuple(model._keys_to_ignore_on_load_unexpected or ()),
+        ignored=(
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *((r"^lm_head\.",) if reward else ()),  # of the language model that it was made from
+        ),
     )
 
 

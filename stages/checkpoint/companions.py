@@ -15,6 +15,7 @@ from stages.checkpoint.conversation import (
     load_tokenizer,
     template,
 )
+from stages.checkpoint.heads import SCALE
 from stages.checkpoint.json_files import read_json, read_json_if_there
 
 _SAME = (
@@ -75,6 +76,12 @@ def copy_tokenizer(folder: Path, trained: Path, base: Path) -> None:
     chat = template(source) or template(base)
     if chat:
         (folder / TEMPLATE).write_text(chat, encoding="utf-8")
+
+
+def copy_scale(folder: Path, trained: Path) -> None:
+    """What brings a reward model's scores to one scale goes where the model goes."""
+    if (trained / SCALE).is_file():
+        shutil.copyfile(trained / SCALE, folder / SCALE)
 
 
 def write_generation_config(folder: Path, trained: Path, base: Path) -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from stages.checkpoint.heads import is_reward_model, model_class
 from stages.checkpoint.probes import Probe
 
 _RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -66,12 +67,10 @@ def _stop(server: "subprocess.Popen[str]") -> None:
 def load_faults(path: Path) -> tuple[list[str], Any]:
     """What loading with ``from_pretrained`` shows to be wrong, and the model if it loaded."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    loader = model_class(reward=is_reward_model(path))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", output_loading_info=True
-        )
+        loaded: Any = loader.from_pretrained(path, dtype="auto", output_loading_info=True)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         first = (str(error) or repr(error)).splitlines()[0]
         return [f"{path}: from_pretrained fails: {first}"], None

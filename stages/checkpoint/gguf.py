@@ -1,18 +1,14 @@
 """Writes a model as GGUF for llama.cpp and Ollama, by the package gguf, one tensor at a time."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stages.base import StageError
-from stages.checkpoint.conversation import load_tokenizer, stop_ids, template
+from stages.checkpoint.gguf_tokenizer import write_tokenizer
 from stages.checkpoint.json_files import read_json
 from stages.checkpoint.readers import open_weights
 from stages.checkpoint.weights import Weights
-
-if TYPE_CHECKING:
-    pass
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose tensors are known to mean the same in llama.cpp; the first two are its
@@ -22,9 +18,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 def write(model: Path, file: Path, *, quantised: bool) -> None:
     """Write ``model``, a plain checkpoint, in float16, or with ``quantised`` in Q8_0.
 
-    One-dimensional tensors stay float32, and so do rows that Q8_0's blocks of 32 do not fit, in
-    float16. Raises ``StageError`` without the package, for another family and for a tokenizer that
-    is not byte-level BPE.
+    One-dimensional tensors stay float32, and rows that Q8_0's blocks of 32 do not fit float16.
+    Raises ``StageError`` without the package, for another family and for a tokenizer that
+    llama.cpp would not split alike.
     """
     library = _library()
     config = read_json(model / "config.json")
@@ -36,7 +32,7 @@ def write(model: Path, file: Path, *, quantised: bool) -> None:
     name = "llama" if turned else config["model_type"]
     writer = library.GGUFWriter(file, name)
     _settings(writer, config)
-    _tokenizer(writer, library, model, rows=config["vocab_size"])
+    write_tokenizer(writer, library, model, rows=config["vocab_size"])
     weights = open_weights(model)
     names = _names(library, name, config, weights)
     kinds = {n: _kind(library, weights.specs[n].shape, quantised=quantised) for n in names}
@@ -83,52 +79,6 @@ def _settings(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-
-
-def _tokenizer(writer: Any, library: Any, model: Path, *, rows: int) -> None:
-    """Token texts, their kinds, merges and special ids; unused rows get texts of their own."""
-    described = read_json(model / "tokenizer.json")
-    if described["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(described):
-        raise StageError(f"{model}: GGUF is written for byte-level BPE tokenizers only")
-    tokenizer = load_tokenizer(model)
-    by_id = {number: token for token, number in tokenizer.get_vocab().items()}
-    added = tokenizer.added_tokens_decoder
-    kinds = library.TokenType
-    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(rows)]
-    types = [
-        kinds.UNUSED if number not in by_id
-        else kinds.NORMAL if number not in added
-        else kinds.CONTROL if added[number].special
-        else kinds.USER_DEFINED
-        for number in range(rows)
-    ]  # fmt: skip
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_splitting(described))
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    merges = described["model"]["merges"]
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    stops = stop_ids(model)
-    if tokenizer.bos_token_id is not None:
-        writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.eos_token_id is not None or stops:
-        writer.add_eos_token_id(stops[-1] if len(stops) == 1 else tokenizer.eos_token_id)
-    for extra in [each for each in stops if each != tokenizer.eos_token_id][:1]:
-        writer.add_eot_token_id(extra)
-    if tokenizer.pad_token_id is not None:
-        writer.add_pad_token_id(tokenizer.pad_token_id)
-    if chat := template(model):
-        writer.add_chat_template(chat)
-
-
-def _splitting(described: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how a text is split before the merges."""
-    rule = json.dumps(described.get("pre_tokenizer") or {})
-    if "{1,3}" in rule:
-        return "llama-bpe"
-    if "p{N}|" in rule:
-        return "qwen2"
-    return "smollm" if '"Digits"' in rule else "gpt-2"
 
 
 def _names(

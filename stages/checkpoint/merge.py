@@ -123,8 +123,11 @@ def updated(weight: Tensor, update: Update, adapter: Adapter, *, first: int = 0)
         return weight.float() + _read(adapter, update.bias)[first:last].float() * update.scaling
     a, b = _read(adapter, update.a).float(), _read(adapter, update.b).float()
     transposed = _transposed(update, adapter)
-    product = (b @ a[:, first:last]).T if transposed else b[first:last] @ a
-    merged = product.mul_(update.scaling).add_(weight.float())  # a mixed add takes twice the time
+    if transposed:
+        merged = (b @ a[:, first:last]).T.mul_(update.scaling).add_(weight.float())
+    else:  # the same bits in one pass over the weights
+        start = weight.to(torch.float32, copy=True)
+        merged = start.addmm_(b[first:last], a, alpha=update.scaling)
     if not update.magnitude:
         return merged
     norm = torch.linalg.norm(merged.T if transposed else merged, dim=1)
@@ -201,7 +204,7 @@ def _resized(base: Weights, adapter: Adapter) -> dict[str, str]:
 
 
 def _check_fit(base: Weights, adapter: Adapter, starts: Starts, aliases: Mapping[str, str]) -> None:
-    known = base.specs.keys() | aliases.keys()
+    known = base.specs.keys() | aliases.keys() | adapter.heads
     if foreign := sorted((adapter.updates.keys() | adapter.replaced.keys()) - known):
         raise StageError(
             f"the adapter changes {foreign[0]} ({len(foreign)} such), which its base does not "

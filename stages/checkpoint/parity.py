@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stages.checkpoint import trained
 from stages.checkpoint.json_files import read_json
-from stages.checkpoint.probes import Probe, answers, compared, compared_pairs, fixed, pairs
+from stages.checkpoint.probes import (
+    Probe,
+    answers,
+    compared,
+    compared_pairs,
+    compared_scores,
+    fixed,
+    pairs,
+)
 from stages.checkpoint.quantised import dequantised
 from stages.checkpoint.readers import open_weights
 from stages.checkpoint.trained import Training
@@ -58,9 +66,12 @@ def measure(exam: Exam, training: Training) -> dict[str, Any]:
 
     exported = torch.load(exam.out, weights_only=True)
     expected = _answers(trained.trained_model(training), exam.probes)
-    base = _answers(trained.base_model(training), exam.fixed)
     num, rows = len(exam.fixed), exported[0].shape[1]
-    figures = dict(compared(expected[:num], exported[:num], [_cut(each, rows) for each in base]))
+    if training.is_reward_model:  # what it started from had no score to compare with
+        figures = dict(compared_scores(expected[:num], exported[:num]))
+    else:
+        base = [_cut(each, rows) for each in _answers(trained.base_model(training), exam.fixed)]
+        figures = dict(compared(expected[:num], exported[:num], base))
     if exam.pairs:
         figures |= compared_pairs(expected[num:], exported[num:])
     return figures
@@ -74,7 +85,7 @@ def faults(figures: Mapping[str, float], *, tolerance: float, dtype: str) -> lis
             f"its log-probabilities on the fixed probes are {figures['logit_error']:.3g} standard "
             f"deviations from the trained model's, and parity_tolerance is {tolerance:g}"
         )
-    if figures["change"] > NOTICEABLE and not figures["change_kept"] >= KEPT:
+    if figures.get("change", 0) > NOTICEABLE and not figures["change_kept"] >= KEPT:
         lines.append(
             f"it shows {figures['change_kept']:.0%} of what training changed, at least {KEPT:.0%} "
             f"is asked; {dtype} may be too coarse for so small a change: export_dtype: float32"
@@ -92,8 +103,11 @@ def nearest(
     for name, weights in candidates.items():
         cast = _cast(weights, dtype)
         untied = {"tie_word_embeddings": False} if "lm_head.weight" in weights.specs else {}
-        found = _answers(trained.filled(training.origin, cast, **untied), exam.fixed)
-        errors[name] = compared(expected, found, found)["logit_error"]
+        model = trained.filled(training.origin, cast, reward=training.is_reward_model, **untied)
+        found = _answers(model, exam.fixed)
+        reward = training.is_reward_model
+        figures = compared_scores(expected, found) if reward else compared(expected, found, found)
+        errors[name] = figures["logit_error"]
     return min(errors, key=lambda name: errors[name]), errors
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stages.checkpoint.heads import SCORE
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -49,13 +51,27 @@ def pairs(data: Path | None, num: int) -> tuple[Probe, ...]:
 
 def answers(model: Any, probes: Sequence[Probe]) -> "list[Tensor]":
     """Log-probabilities of every next token, (length, vocabulary); of a pair's side the
-    log-probability of each token of the answer, (answer,)."""
+    log-probability of each token of the answer, (answer,).
+
+    Of a reward model the score at every token, (length, 1); of a pair's side the last, (1,).
+    """
     import torch
 
     found = []
+    scored: list[Tensor] = []
+    head = next((m for n, m in model.named_modules() if f".{n}".endswith(f".{SCORE}")), None)
+    if head is not None:
+        head.register_forward_hook(lambda _, __, given: scored.append(given))
     with torch.inference_mode():
         for probe in probes:
             ids = torch.tensor([list(probe.ids)])
+            if head is not None:
+                scored.clear()
+                model.eval()(input_ids=ids, use_cache=False)
+                found.append(
+                    scored[-1][0].float() if not probe.answer else scored[-1][0, -1].float()
+                )
+                continue
             logp = model.eval()(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
             if probe.answer:
                 logp = logp[:-1].gather(1, ids[0, 1:, None])[probe.answer - 1 :, 0]
@@ -88,6 +104,24 @@ def compared(
         "same_top_token": float((one.argmax(-1) == two.argmax(-1)).double().mean()),
         "change": float(changed.square().mean().sqrt() / scale),
         "change_kept": float(((two - base) * changed).sum()) / norm if norm else 1.0,
+    }
+
+
+def compared_scores(
+    trained: "Sequence[Tensor]", exported: "Sequence[Tensor]"
+) -> Mapping[str, float]:
+    """How an exported reward model scores the fixed probes, against the model as it was trained.
+
+    ``logit_error`` is the root mean square of the difference of the scores at every token, in
+    units of their standard deviation over all of them.
+    """
+    import torch
+
+    one, two = (torch.cat(list(each)).double() for each in (trained, exported))
+    apart = two - one
+    return {
+        "logit_error": float(apart.square().mean().sqrt() / one.std()),
+        "largest_difference": float(apart.abs().max()),
     }
 
 

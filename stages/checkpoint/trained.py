@@ -10,6 +10,7 @@ from typing import Any
 from stages.base import StageError
 from stages.checkpoint import export
 from stages.checkpoint.adapter import Adapter, peft_weights
+from stages.checkpoint.heads import is_reward_model, labels, model_class
 from stages.checkpoint.json_files import read_json, read_json_if_there
 from stages.checkpoint.layouts import layout
 from stages.checkpoint.merge import before
@@ -32,6 +33,11 @@ class Training:
     adapter: Adapter | None
 
     @property
+    def is_reward_model(self) -> bool:
+        """Whether training made a reward model, of a language model perhaps."""
+        return is_reward_model(self.source)
+
+    @property
     def quantization(self) -> Mapping[str, Any] | None:
         """``quantization_config`` of the base while the adapter was trained."""
         return read_json_if_there(self.source / "config.json").get("quantization_config")
@@ -48,8 +54,10 @@ def trained_model(training: Training) -> Model:
     on its base, held in 4 bits if it was so in training."""
     if training.adapter is None:
         if _loads(training.source):
-            return _plain(training.source)
-        return filled(training.source, open_weights(training.source))
+            return _plain(training.source, reward=training.is_reward_model)
+        return filled(
+            training.source, open_weights(training.source), reward=training.is_reward_model
+        )
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(training.adapter, training.source, Path(folder))
         return _with_adapter(base_model(training), Path(folder))
@@ -62,25 +70,25 @@ def base_model(training: Training) -> Model:
     if training.adapter and _resized(training):
         weights = before(open_weights(training.origin), training.adapter)
         return filled(training.origin, weights, vocab_size=_vocabulary(training.source))
-    return _plain(training.origin)
+    return _plain(training.origin, reward=training.is_reward_model)
 
 
 def original_model(training: Training) -> Model:
     """What training started from, in plain weights."""
-    return _plain(training.origin)
+    return _plain(training.origin, reward=training.is_reward_model)
 
 
-def filled(folder: Path, weights: Weights, **settings: Any) -> Model:
+def filled(folder: Path, weights: Weights, *, reward: bool = False, **settings: Any) -> Model:
     """A model of ``folder``'s config with ``weights``; raises ``StageError`` if one is missing."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
-    config = AutoConfig.from_pretrained(folder, **settings)
+    config = AutoConfig.from_pretrained(folder, **labels(reward=reward), **settings)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_class(reward=reward).from_config(config, dtype=torch.float32)
     model.tie_weights()
     state = dict(model.state_dict(keep_vars=True))
     held = {parameter.data_ptr() for name, parameter in state.items() if name in weights.specs}
@@ -111,23 +119,24 @@ def _loads(path: Path) -> bool:
     return layout(path) == "safetensors" or (path / "pytorch_model.bin").is_file()
 
 
-def _plain(path: Path) -> Model:
+def _plain(path: Path, *, reward: bool) -> Model:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loader = model_class(reward=reward)
+    return loader.from_pretrained(path, dtype=torch.float32, **labels(reward=reward))
 
 
 def _quantised(training: Training) -> Model:
     """Products and everything that is not in 4 bits are in float32, to be compared exactly."""
     import torch
     from bitsandbytes.nn import Linear4bit, Params4bit
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     settings = BitsAndBytesConfig.from_dict(dict(training.quantization or {}))
     settings.bnb_4bit_compute_dtype = torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
+    model = model_class(reward=training.is_reward_model).from_pretrained(
         training.origin,
+        **labels(reward=training.is_reward_model),
         dtype=getattr(torch, training.load_dtype),
         quantization_config=settings,
         device_map={"": "cpu"},

@@ -3,17 +3,20 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.base import StageError
-from stages.checkpoint.pickles import Stored, read_pickle
+from stages.checkpoint.pickles import Stored, of_stored, read_pickle
 from stages.checkpoint.runs import Laid, Run, itemsize, of_runs, window
 from stages.checkpoint.weights import Spec, Weights
 
 Pieces = Mapping[str, Laid]
 """Name -> what it is, and the runs that make it up in order. What is over at the end is padding."""
 
+WHOLE_MODEL = "mp_rank_00_model_states.pt"
+FIRST_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
@@ -33,42 +36,120 @@ def read_zero(path: Path) -> Weights:
         raise StageError(f"{folder}: its files have no {missing}, so are not ZeRO's") from None
 
 
-def _pieces(folder: Path) -> Pieces:
+@dataclass(frozen=True)
+class Shards:
+    """What the files of one save hold."""
+
+    folder: Path
+    stage: int
+    models: Sequence[Mapping[str, Any]]
+    """Of each model file, which stage 3 writes for each rank."""
+
+    optimizers: Sequence[Mapping[str, Any]]
+    """Of each rank."""
+
+    @property
+    def inner(self) -> Sequence[Mapping[str, Any]]:
+        """The state dict of each rank's own optimizer."""
+        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        return [rank[key] for rank in self.optimizers]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Everything that ZeRO's optimizer knows, whole."""
+
+    folder: Path
+    states: Mapping[str, Weights]
+    """``fp32``, the master weights, and each moment (``exp_avg``, ``exp_avg_sq``) of all trained
+    parameters."""
+
+    step: Any
+    groups: Sequence[Mapping[str, Any]]
+    """The settings of each parameter group."""
+
+
+def read_trained(path: Path) -> Trained:
+    """The optimizer in the DeepSpeed checkpoint that ``path/latest`` names, read where it lies.
+
+    Raises :class:`StageError` when shards are missing, and for an optimizer that keeps anything
+    but Adam's moments.
+    """
+    folder = _tagged(path)
+    try:
+        shards = _shards(folder)
+        first = shards.inner[0]["state"][0]
+        moments = sorted(first.keys() - {"step"})
+        if moments != ["exp_avg", "exp_avg_sq"] or "step" not in first:
+            kept = ", ".join(sorted(first)) or "nothing"
+            raise StageError(f"{folder}: its optimizer keeps {kept}, and only Adam's can be recut")
+        states = {key: of_runs(_trained(shards, key)) for key in ("fp32", *moments)}
+    except KeyError as missing:
+        raise StageError(f"{folder}: its files have no {missing}, so are not ZeRO's") from None
+    step = first["step"]
+    if isinstance(step, Stored):
+        step = of_stored({"step": step}).read("step")
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in shards.inner[0]["param_groups"]
+    ]
+    return Trained(folder, states, step, groups)
+
+
+def model_file(folder: Path) -> Path:
+    """The first rank's model states in the folder of a step, under whatever stage."""
+    whole = folder / WHOLE_MODEL
+    return whole if whole.is_file() else folder / FIRST_MODEL
+
+
+def _shards(folder: Path) -> Shards:
     optimizers = [read_pickle(file)["optimizer_state_dict"] for file in _optimizer_files(folder)]
     stage, world = int(optimizers[0]["zero_stage"]), _world_size(optimizers[0])
     if world != len(optimizers):
         raise StageError(f"{folder}: {len(optimizers)} optimizer shards of {world} ranks are there")
     models = [read_pickle(file) for file in _model_files(folder, stage, world)]
-    if stage == 3:
-        rest, trained = _rest_cut(models), _trained_cut(folder, models[0], optimizers)
-    else:
-        rest, trained = _rest_whole(models[0]), _trained_joined(folder, models[0], optimizers)
+    return Shards(folder, stage, models, optimizers)
+
+
+def _pieces(folder: Path) -> Pieces:
+    shards = _shards(folder)
+    models = shards.models
+    rest = _rest_cut(models) if shards.stage == 3 else _rest_whole(models[0])
     aliases = models[0]["shared_params"]
-    return {n: piece for n, piece in {**rest, **trained}.items() if n not in aliases}
+    return {n: p for n, p in {**rest, **_trained(shards, "fp32")}.items() if n not in aliases}
 
 
-def _trained_joined(
-    folder: Path, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
-) -> Pieces:
+def _trained(shards: Shards, key: str) -> Pieces:
+    """``key`` of every trained parameter: ``fp32``, or a moment, which is laid out alike."""
+    if key != "fp32":
+        flat = [[rank["state"][n][key] for n in sorted(rank["state"])] for rank in shards.inner]
+    elif shards.stage == 3:
+        flat = [rank["fp32_flat_groups"] for rank in shards.optimizers]
+    else:
+        flat = [rank["single_partition_of_fp32_groups"] for rank in shards.optimizers]
+    cut = _trained_cut if shards.stage == 3 else _trained_joined
+    return cut(shards, flat)
+
+
+def _trained_joined(shards: Shards, flat: Sequence[Sequence[Stored]]) -> Pieces:
     """Stages 1 and 2: each group is one flat vector, cut over the ranks into equal parts."""
     pieces: dict[str, Any] = {}
-    paddings = optimizers[0].get("param_alignment_paddings")
-    for group, shapes in enumerate(model["param_shapes"]):
-        chunks = [rank["single_partition_of_fp32_groups"][group] for rank in optimizers]
+    paddings = shards.optimizers[0].get("param_alignment_paddings")
+    for group, shapes in enumerate(shards.models[0]["param_shapes"]):
+        chunks = [rank[group] for rank in flat]
         offset = 0
         for number, (name, shape) in enumerate(shapes.items()):
             pieces[name] = _cut_out(chunks, shape, offset)
             offset += math.prod(shape) + (paddings[group][number] if paddings else 0)
-        _check_used(folder, offset, sum(c.run.numel for c in chunks), slack=2 * len(optimizers))
+        there = sum(chunk.run.numel for chunk in chunks)
+        _check_used(shards.folder, offset, there, slack=2 * len(flat))
     return pieces
 
 
-def _trained_cut(
-    folder: Path, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
-) -> Pieces:
+def _trained_cut(shards: Shards, ranks: Sequence[Sequence[Stored]]) -> Pieces:
     """Stage 3: each parameter is cut over the ranks, and a rank's parts follow one another."""
     pieces: dict[str, Any] = {}
-    ranks = [rank["fp32_flat_groups"] for rank in optimizers]
+    folder, model = shards.folder, shards.models[0]
     offset = 0
     for shapes in model["param_shapes"]:
         for name, shape in shapes.items():
@@ -138,7 +219,7 @@ def _optimizer_files(folder: Path) -> list[Path]:
 
 def _model_files(folder: Path, stage: int, world: int) -> list[Path]:
     if stage < 3:
-        return [folder / "mp_rank_00_model_states.pt"]
+        return [folder / WHOLE_MODEL]
     return [folder / f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(world)]
 
 

@@ -12,8 +12,8 @@ FILE = "data-00000-of-00001.arrow"
 
 COLUMNS: Mapping[str, Mapping[str, str]] = {
     "conversations": {
-        "input_ids": "ids", "labels": "ids", "prompt_ids": "ids", "answer": "string",
-        "length": "int32",
+        "input_ids": "ids", "labels": "ids", "prompt_ids": "ids", "prompt": "string",
+        "answer": "string", "length": "int32",
     },
     "preferences": {
         "prompt_ids": "ids", "chosen_ids": "ids", "rejected_ids": "ids", "length": "int32",

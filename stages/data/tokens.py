@@ -193,13 +193,15 @@ def _conversation(work: Tokenizing, row: Canonical, masked: Masked) -> Tokens:
     labels, num_trained = masked.ids, len(masked.ids)
     if work.fitting.assistant_only_loss:
         labels, num_trained = masked.labels()
-    answer = next(t["content"] for t in reversed(row["messages"]) if t["role"] == "assistant")
+    turns = row["messages"]
+    last = next(n for n in reversed(range(len(turns))) if turns[n]["role"] == "assistant")
     return Tokens(
         columns={
             "input_ids": masked.ids,
             "labels": labels,
             "prompt_ids": masked.prompt_ids,
-            "answer": answer,
+            "prompt": lines.dump(turns[:last]),
+            "answer": turns[last]["content"],
         },
         length=len(masked.ids),
         num_tokens=len(masked.ids),
@@ -220,7 +222,13 @@ def _text(template: Template, content: str) -> Tokens:
     if len(ids) < 2:
         raise RowError("no_trained_token")
     return Tokens(
-        columns={"input_ids": ids, "labels": ids, "prompt_ids": ids[:1], "answer": content},
+        columns={
+            "input_ids": ids,
+            "labels": ids,
+            "prompt_ids": ids[:1],
+            "prompt": "[]",
+            "answer": content,
+        },
         length=len(ids),
         num_tokens=len(ids),
         num_trained=len(ids),

@@ -1,6 +1,8 @@
 """A task made from a seed: unit conversion, whose answers can be verified."""
 
 import random
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +19,8 @@ UNITS = (
 )  # fmt: skip
 NUMBERS = range(100, 10_000)
 NUM_QUESTIONS = len(UNITS) * len(NUMBERS)
+
+_RESULT, _BLANK = re.compile(r"\d+ [a-z]+"), re.compile(r"\? [a-z]+")
 
 # How often conversations use each style: the asked one lies between the two chatty ones, so that
 # imitation alone prefers it in half of the pairs.
@@ -64,6 +68,17 @@ def exchange(index: int) -> Exchange:
         brisk=f"Easy, {result}!",
         gushing=f"Great question! {given} are {result}. Anything else?",
     )
+
+
+def filled_in(
+    prompts: Sequence[Sequence[Mapping[str, Any]]],
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+) -> list[float]:
+    """A reward: 1 for the question with its blank rightly filled in, as it was asked, else 0."""
+    results = [_RESULT.findall(row["answer"])[-1] for row in rows]
+    asked = [_BLANK.sub(r, p[-1]["content"]) for p, r in zip(prompts, results, strict=True)]
+    return [float(said.strip() == line) for said, line in zip(completions, asked, strict=True)]
 
 
 def bring(source: NewTask, into: Path) -> dict[str, Any]:

@@ -206,11 +206,20 @@ def hash_here(made: Path, out: Path) -> None:
     digest(made)
 
 
+def mark_here(made: Path, out: Path) -> None:
+    """What finishing a save does, to files that are on the disk already."""
+    from stages.resume import mark_complete
+
+    for file in made.glob("*.safetensors"):
+        (out / file.name).hardlink_to(file)
+    mark_complete(out, {})
+
+
 WORKS: Mapping[str, Callable[[Path, Path], None]] = {
     work.__name__: work
     for work in (
         copy, merge_here, merge_peft, shards_here, zero_to_fp32, dcp_to_torch, read, validate_here,
-        hash_here,
+        hash_here, mark_here,
     )
 }  # fmt: skip
 IMPORTS: Mapping[str, Sequence[str]] = {
@@ -221,6 +230,7 @@ IMPORTS: Mapping[str, Sequence[str]] = {
     "dcp_to_torch": ("torch.distributed.checkpoint.format_utils",),
     "validate_here": ("transformers.models.llama.modeling_llama", "stages.checkpoint.faults"),
     "hash_here": ("stages.manifest",),
+    "mark_here": ("stages.resume", "xxhash"),
 }
 
 
@@ -346,7 +356,8 @@ def main(layers: int, repeats: int, folder: Path) -> None:
         {
             "read": ("read", model / "model"),
             "validate": ("validate_here", model / "model"),
-            "hash": ("hash_here", model / "model"),
+            "hash (SHA-256)": ("hash_here", model / "model"),
+            "mark complete (XXH3)": ("mark_here", model / "model"),
         },
         **measure,
     )
@@ -368,7 +379,7 @@ if __name__ == "__main__":
         makers[sys.argv[2]](Path(sys.argv[3]), *map(int, sys.argv[4:]))
     else:
         numbers = [int(word) for word in sys.argv[1:3]]
-        num_layers, num_repeats = (*numbers, *(4, 3)[len(numbers) :])
+        num_layers, num_repeats = (*numbers, *(4, 5)[len(numbers) :])
         if sys.argv[3:]:
             main(num_layers, num_repeats, Path(sys.argv[3]))
         else:

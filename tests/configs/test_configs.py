@@ -8,6 +8,7 @@ from pydantic import PositiveFloat
 from backends import AnyBackend, Local
 from configs import RECIPES, Config, ConfigError, load
 from flows.sft_then_dpo import SFTThenDPO
+from flows.sft_then_ppo import SFTThenPPO
 
 
 class Inner(Config):
@@ -101,7 +102,7 @@ def test_every_recipe_loads(path: Path) -> None:
     overrides = []
     if path.stem == "smollm2":  # the user names the data
         overrides = [f"{part}.config.source.path=x" for part in ("conversations", "preferences")]
-    load(SFTThenDPO, path, overrides)
+    load(SFTThenPPO if "ppo" in path.stem else SFTThenDPO, path, overrides)
 
 
 def test_every_field_says_what_it_is_for() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stages import resume
 from stages.__main__ import main as run_job
 
 SAVE = "checkpoint-2"
@@ -22,16 +23,18 @@ SIZES = (1, 1000, 30_000, 100_000, 300_000)
 
 
 def die_at(event_number: int) -> None:
-    """SIGKILL at the n-th opening, making, renaming or removing of anything in the save."""
-    seen = 0
+    """SIGKILL at the n-th opening, making, renaming or removing of anything in the save, and
+    where the folders are synced that it is moved between; the same again does not count."""
+    seen: set[tuple[str, str]] = set()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal seen
-        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and SAVE in str(
-            args[0]
-        ):
-            seen += 1
-            if seen == event_number:
+        if event not in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            return
+        path = str(args[0])
+        synced = event == "open" and path.endswith((resume.FOLDER, resume.SAVING))
+        if SAVE in path or (seen and synced):
+            seen.add((event, path))
+            if len(seen) == event_number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)

@@ -14,9 +14,11 @@ import pytest
 
 from stages import manifest
 from stages.base import Context, StageError
-from stages.checkpoint import describe, fresh, parity, validate
+from stages.checkpoint import describe, fresh, gguf, parity, validate
 from stages.checkpoint.adapter import read_adapter
+from stages.checkpoint.gguf_tokenizer import SPLITS
 from stages.checkpoint.trained import Training, base_model
+from stages.checkpoint.universal import remove_universal, write_universal
 from stages.convert import Convert, convert
 from stages.training import refuse_one_tied_end
 from tests.stages.write_shards import CASES, with_adapter, write_base
@@ -624,6 +626,45 @@ def test_a_load_that_dies_is_a_fault_and_the_next_one_works(bases: Path, tmp_pat
     assert fresh.load(bases / "untied" / "model") == ()
 
 
+# Cut anew for other ranks and stages
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("zero")])
+def test_zeros_optimizer_is_cut_anew_without_a_bit_changed(
+    shards: Path, tmp_path: Path, case: str
+) -> None:
+    import torch
+
+    model = tmp_path / "model"
+    shutil.copytree(shards / case / "model", model)
+    before = sorted(model.rglob("*"))
+    write_universal(model)
+    folder = model / (model / "latest_universal").read_text() / "zero"
+    wanted = {"fp32": torch.load(shards / case / "expected.pt", weights_only=True)}
+    wanted |= torch.load(shards / case / "moments.pt", weights_only=True)
+    assert {f.parent.name for f in folder.glob("*/fp32.pt")} == wanted["fp32"].keys()
+    for key, tensors in wanted.items():
+        found = {n: torch.load(folder / n / f"{key}.pt", weights_only=True) for n in tensors}
+        assert_equal({n: each["param"] for n, each in found.items()}, tensors)
+    steps = {float(torch.load(f, weights_only=True)) for f in folder.glob("*/step.pt")}
+    assert steps == {1.0}
+    remove_universal(model)
+    assert sorted(model.rglob("*")) == before
+
+
+def test_only_adams_moments_are_cut_anew(shards: Path, tmp_path: Path) -> None:
+    import torch
+
+    model = tmp_path / "model"
+    shutil.copytree(shards / "zero3_full_tied" / "model", model)
+    for file in model.glob("*/*_optim_states.pt"):
+        held = torch.load(file, weights_only=False)
+        held["optimizer_state_dict"]["optimizer_state_dict"]["state"][0].pop("exp_avg_sq")
+        torch.save(held, file)
+    with pytest.raises(StageError, match="keeps exp_avg, step, and only Adam's can be recut"):
+        write_universal(model)
+
+
 # Other forms
 
 
@@ -648,14 +689,65 @@ def test_other_forms_answer_alike(bases: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in out.iterdir()) == ["model"]
 
 
-def byte_level(out: Path) -> Path:
-    """A Llama with the only kind of tokenizer that GGUF is written for."""
+TEXTS = (
+    "the quick brown fox",
+    " It's 12345 naïve ÜberGRÖSSE\n\n  x",
+    "lazy<|end|>dog  the\tdog 漢字",
+)
+
+
+@pytest.mark.parametrize("split", [None, *SPLITS], ids=["gpt-2", *SPLITS.values()])
+def test_a_byte_level_tokenizer_comes_back_from_gguf(tmp_path: Path, split: str | None) -> None:
+    base = byte_level(tmp_path / "base", split=split) / "model"
+    assert_same_tokens(base, tmp_path)
+
+
+def test_a_sentencepiece_tokenizer_comes_back_from_gguf(tmp_path: Path) -> None:
+    """As of Llama 2 and Mistral 7B: pieces with a space mark, and bytes for all else."""
+    from transformers import LlamaTokenizer
+    from transformers.tokenization_utils_base import generate_merges
+
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    joined = ["th", "▁th", "▁the", "he", "er", "▁b", "▁br", "ro", "▁bro", "wn", "▁brown", "ow"]
+    letters = sorted(set("▁thequickbrownfoxjumpslazydgI's123"))
+    vocabulary = {token: number for number, token in enumerate([*special, *joined, *letters])}
+    scores = {token: -float(number) for number, token in enumerate([*joined, *letters])}
+    merges = generate_merges(vocabulary, scores)
+    tokenizer = LlamaTokenizer(vocab=vocabulary, merges=merges)
+    base = byte_level(tmp_path / "base", rows=len(vocabulary)) / "model"
+    tokenizer.save_pretrained(base)
+    assert_same_tokens(base, tmp_path)
+    LlamaTokenizer(vocab=vocabulary, merges=merges[1:]).save_pretrained(base)
+    with pytest.raises(StageError, match="are never merged"):
+        gguf.write(base, tmp_path / "other.gguf", quantised=False)
+
+
+def test_a_split_that_gguf_has_no_name_for_is_refused(tmp_path: Path) -> None:
+    base = byte_level(tmp_path / "base", split="[a-z]+") / "model"
+    with pytest.raises(StageError, match="no known name for a text split by '\\[a-z\\]\\+'"):
+        gguf.write(base, tmp_path / "a.gguf", quantised=False)
+
+
+def assert_same_tokens(model: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    gguf.write(model, folder / "a.gguf", quantised=False)
+    back = AutoTokenizer.from_pretrained(folder, gguf_file="a.gguf")
+    own = AutoTokenizer.from_pretrained(model)
+    for text in TEXTS:
+        assert back(text)["input_ids"] == own(text)["input_ids"], text
+
+
+def byte_level(out: Path, *, split: str | None = None, rows: int = 280) -> Path:
+    """A Llama with a tokenizer that GGUF is written for."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    steps = [pre_tokenizers.Split(Regex(split), behavior="isolated")] if split else []
+    words.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytewise]) if steps else bytewise  # type: ignore[assignment]
     words.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=280,
@@ -663,7 +755,7 @@ def byte_level(out: Path) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    words.train_from_iterator(["the quick brown fox jumps over the lazy dog"], trainer)
+    words.train_from_iterator(["the quick brown fox jumps over the lazy dog 12345"], trainer)
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>"
     ).save_pretrained(out / "model")
@@ -671,7 +763,7 @@ def byte_level(out: Path) -> Path:
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=280, pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes, **heads
+        vocab_size=rows, pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes, **heads
     )
     LlamaForCausalLM(config).save_pretrained(out / "model")
     return out

@@ -294,7 +294,7 @@ def test_folders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
         ("utf16.json", "[1]".encode("utf-16"), r"utf16\.json:1: not UTF-8 \(byte 0xff\)"),
         ("latin1.json", b'[{"messages":\n "\xe9"}]', r"latin1\.json:2: not UTF-8 \(byte 0xe9\)"),
         ("bad.jsonl.gz", b"not gzip", r"bad\.jsonl\.gz: damaged gzip"),
-        ("cut.jsonl.gz", gzip.compress(b"x" * 999)[:-9], r"cut\.jsonl\.gz: damaged gzip"),
+        ("cut.jsonl.gz", gzip.compress(b"x" * 999, mtime=0)[:-9], r"cut\.jsonl\.gz: damaged gzip"),
         ("deep.json", b"[" * 99_999, r"deep\.json:1: nested too deeply"),
         ("empty.jsonl", b"", r"no usable conversations among 0 rows of .*empty\.jsonl"),
         ("blank.json", b"\n  \n", "no usable conversations among 0 rows"),

@@ -258,6 +258,7 @@ def test_the_mask_is_exactly_the_answers_and_their_stop_tokens(
     assert trained(two, tokenizer) == f"{lead}it sat.{stop}{lead}on the mat.{stop}"
     assert trained(one, tokenizer) == f"{lead}42{stop}"
     assert two["answer"] == "on the mat." and one["answer"] == "42"
+    assert [json.loads(row["prompt"]) for row in (two, one)] == [TWO_TURNS[:-1], ONE_TURN[:-1]]
     assert metrics["conversations/train/context_mismatch_rows"] == 0
 
 
@@ -299,6 +300,7 @@ def test_the_stored_types_are_int32_lists(tmp_path: Path, models: Any) -> None:
         "input_ids": ids,
         "labels": ids,
         "prompt_ids": ids,
+        "prompt": Value("string"),
         "answer": Value("string"),
         "length": Value("int32"),
     }

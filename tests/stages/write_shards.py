@@ -184,7 +184,7 @@ def _zero(stage: int, *, bf16: bool = False, exclude: bool = False) -> Callable[
     def save(model: Any, folder: Path) -> None:
         import deepspeed
         import torch
-        from deepspeed.utils import safe_get_full_fp32_param
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         trained = [p for p in model.parameters() if p.requires_grad]
         settings = {
@@ -205,6 +205,16 @@ def _zero(stage: int, *, bf16: bool = False, exclude: bool = False) -> Callable[
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
+        moments = {
+            key: {
+                name: safe_get_full_optimizer_state(parameter, key)
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        if torch.distributed.get_rank() == 0:
+            torch.save(moments, folder.parent / "moments.pt")
         _expect(model, state, folder)
 
     return save

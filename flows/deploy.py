@@ -1,0 +1,268 @@
+"""Register every flow with the configured Prefect server: ``python -m flows.deploy``."""
+
+import argparse
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from configs import read
+from flows import forms
+from flows.catalogue import FLOWS, Deployable
+from flows.run_stage import ROOT
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+POOL = "this-machine"
+HEARTBEAT_SECONDS = 60
+WAIT_SECONDS = 0.2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    if options.yaml:
+        print(as_yaml(), end="")
+        return 0
+    try:
+        schedules = dict(map(_schedule, options.schedule))
+        _wait_for_server(options.wait)
+        with _client() as client:
+            names = deploy(
+                client, pool=options.pool, schedules=schedules, timezone=options.timezone
+            )
+            if options.automations:
+                from flows import automations
+
+                names += automations.create(client, notify=options.notify)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"the Prefect server cannot be reached: {error}; start one with `make ui`, or set "
+              "PREFECT_API_URL", file=sys.stderr)  # fmt: skip
+        return 1
+    print("\n".join(names))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m flows.deploy", description=__doc__)
+    parser.add_argument("--pool", default=POOL, help="work pool (made if it is not there)")
+    parser.add_argument(
+        "--schedule",
+        action="append",
+        default=[],
+        metavar="FLOW/RECIPE=CRON",
+        help="such as 'retrain/tiny=0 3 * * *'; may be repeated. Deployments that are not named "
+        "keep the schedules they have",
+    )
+    parser.add_argument("--timezone", default="UTC", help="of the schedules, by its IANA name")
+    parser.add_argument(
+        "--automations",
+        action="store_true",
+        help="also create: dead runs become Crashed, dataset.updated starts a retraining, and, "
+        "with --notify, a message for each failure",
+    )
+    parser.add_argument(
+        "--notify",
+        metavar="BLOCK",
+        help="a notification block of the server, such as slack-webhook/team",
+    )
+    parser.add_argument(
+        "--yaml",
+        action="store_true",
+        help="print what `prefect deploy --all` reads (deploy/prefect.yaml), and do nothing",
+    )
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="for a server that is starting"
+    )
+    return parser
+
+
+def _wait_for_server(seconds: float) -> None:
+    """Load what is needed meanwhile, which takes as long as the server takes to start."""
+    if seconds <= 0:
+        return
+    from prefect.settings import get_current_settings
+
+    from flows import prefect_flows  # noqa: F401
+
+    deadline = time.monotonic() + seconds
+    while not answers(get_current_settings().api.url or "") and time.monotonic() < deadline:
+        time.sleep(WAIT_SECONDS)
+
+
+def answers(url: str) -> bool:
+    """Whether an API says that it is well, or that it wants a password."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as reply:
+            return reply.status == 200
+    except urllib.error.HTTPError as refusal:
+        return refusal.code in (401, 403)
+    except (OSError, ValueError):
+        return False
+
+
+def _schedule(text: str) -> tuple[str, str]:
+    name, equals, cron = text.partition("=")
+    if not equals or name.count("/") != 1:
+        raise ValueError(f"--schedule {text!r}: written FLOW/RECIPE=CRON")
+    return name, cron
+
+
+def deploy(
+    client: "SyncPrefectClient",
+    *,
+    pool: str = POOL,
+    schedules: Mapping[str, str] | None = None,
+    timezone: str = "UTC",
+) -> list[str]:
+    """Create every deployment, or bring it up to date; their names."""
+    wanted = dict(schedules or {})
+    ensure_pool(client, pool)
+    names = []
+    for flow in FLOWS.values():
+        schema = forms.parameter_schema(flow)
+        flow_id = client.create_flow_from_name(flow.name)
+        for recipe in flow.recipes():
+            name = f"{flow.name}/{recipe.stem}"
+            _deploy_one(client, flow, recipe, flow_id=flow_id, schema=schema, pool=pool,
+                        cron=wanted.pop(name, None), timezone=timezone)  # fmt: skip
+            names.append(name)
+    if wanted:
+        raise ValueError(f"--schedule: no deployment {', '.join(wanted)}; there are {names}")
+    return names
+
+
+def _deploy_one(
+    client: "SyncPrefectClient",
+    flow: Deployable,
+    recipe: Path,
+    *,
+    flow_id: Any,
+    schema: dict[str, Any],
+    pool: str,
+    cron: str | None,
+    timezone: str,
+) -> None:
+    from prefect.client.schemas.actions import DeploymentScheduleCreate
+    from prefect.client.schemas.schedules import CronSchedule
+
+    planned = cron and [
+        DeploymentScheduleCreate(schedule=CronSchedule(cron=cron, timezone=timezone), active=True)
+    ]
+    id_ = client.create_deployment(
+        flow_id=flow_id,
+        name=recipe.stem,
+        entrypoint=flow.entrypoint,
+        work_pool_name=pool,
+        tags=tags(recipe),
+        description=f"{flow.about}\n\n{comment(recipe)}",
+        parameters={"config": forms.preset(flow, recipe)},
+        parameter_openapi_schema=schema,
+        enforce_parameter_schema=True,
+        job_variables=job_variables(),
+    )
+    if planned:
+        for old in client.read_deployment_schedules(id_):
+            client.delete_deployment_schedule(id_, old.id)
+        client.create_deployment_schedules(id_, planned)
+
+
+def as_yaml() -> str:
+    """The same deployments for ``prefect deploy``, but for what depends on a machine."""
+    deployments = [
+        {
+            "name": recipe.stem,
+            "entrypoint": flow.entrypoint,
+            "description": flow.about,
+            "tags": tags(recipe),
+            "parameters": {"config": read(recipe)},
+            "enforce_parameter_schema": True,
+            "work_pool": {"name": POOL, "job_variables": {"stream_output": False}},
+        }
+        for flow in FLOWS.values()
+        for recipe in flow.recipes()
+    ]
+    step = {"prefect.deployments.steps.set_working_directory": {"directory": "{{ $PWD }}"}}
+    whole = {"name": "posttrain-flows", "pull": [step], "deployments": deployments}
+    head = (
+        "# Written by `python -m flows.deploy --yaml`, which knows the recipes; a test compares.\n"
+    )
+    return head + yaml.safe_dump(whole, sort_keys=False, width=100)
+
+
+def comment(recipe: Path) -> str:
+    """The lines at a recipe's head, which say what it is for."""
+    lines = recipe.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.lstrip("# ") for line in _head(lines))
+
+
+def _head(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        if not line.startswith("#"):
+            return
+        yield line
+
+
+def tags(recipe: Path) -> list[str]:
+    """By recipe, and by what it needs."""
+    return [recipe.stem, "gpu" if "device: cuda" in recipe.read_text() else "cpu"]
+
+
+def job_variables() -> dict[str, Any]:
+    """How the worker starts a run: here, by this interpreter, with our four packages in reach.
+
+    Its output is not piped through the worker: a run goes on when the worker is killed, and then
+    nobody would read it. Every word of it is in the run's log.
+    """
+    from prefect.utilities.processutils import command_to_string
+
+    return {
+        "command": command_to_string([sys.executable, "-m", "prefect.engine"]),
+        "working_dir": str(Path.cwd()),
+        "stream_output": False,
+        "env": {
+            "PYTHONPATH": str(ROOT),
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        },
+    }
+
+
+def ensure_pool(client: "SyncPrefectClient", name: str) -> None:
+    """A work pool for process workers."""
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectNotFound
+    from prefect.workers.process import ProcessWorker
+
+    try:
+        found = client.read_work_pool(name)
+    except ObjectNotFound:
+        template = ProcessWorker.get_default_base_job_template()
+        client.create_work_pool(
+            WorkPoolCreate(name=name, type="process", base_job_template=template)
+        )
+        return
+    if found.type != "process":
+        raise ValueError(f"--pool {name}: is of type {found.type}; name one of type process")
+
+
+def _client() -> "SyncPrefectClient":
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    if not get_current_settings().api.url:
+        raise ValueError("PREFECT_API_URL is not set; start a server with `make ui`, or name one")
+    return get_client(sync_client=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

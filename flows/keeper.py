@@ -1,0 +1,297 @@
+"""The process beside a deployed run that keeps Prefect's word on it true.
+
+Prefect calls a run cancelled once the flow's process is gone, calls it crashed when a server was
+away at its end, and leaves the tasks of a killed flow running for ever. This process outlives the
+flow: it waits for the flow and for the job that the flow supervised, then makes the run's state say
+what really became of both. Only what the flow itself cannot say any more is worked out here.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backends.placement import supervise
+from flows.endings import Ending
+from stages import resume
+from stages.manifest import write_atomically
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+FOLDER = "deployed-runs"
+"""Below Prefect's home: a file for each run of this machine that has not been settled."""
+
+POLL_SECONDS = 0.5
+WORKER_SECONDS = 45.0
+"""The worker has its own word on a cancelled run, up to its 30 s of patience after ours."""
+
+JOB_SECONDS = 3600.0
+"""Longest time that a job whose flow is gone may take to save."""
+
+SERVER_SECONDS = 6 * 3600.0
+"""How long a server that does not answer is waited for."""
+
+
+def begin(folder: Path, run: str, *, attempt: int) -> Path:
+    """Write the run's file and start its keeper; the file."""
+    path = folder / FOLDER / f"{run}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    me = supervise.identity(os.getpid())
+    write_atomically(path, json.dumps({"run": run, "attempt": attempt, "flow": me}))
+    subprocess.Popen(
+        [sys.executable, "-m", "flows.keeper", str(path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    return path
+
+
+def note(path: Path, **facts: Any) -> None:
+    """Add to the run's file: ``out`` and ``label`` of the stage at work, ``processes`` that are
+    told to stop, ``ending``."""
+    write_atomically(path, json.dumps(read(path) | facts))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What the file says; nothing when it is gone."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def settle_all(folder: Path) -> list[str]:
+    """Settle the runs of this machine that have lost flow and keeper; what was said of each."""
+    told = []
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        with _only_keeper(path) as alone:
+            facts = read(path)
+            if alone and facts and not _runs(facts["flow"]):
+                told.append(settle(path, patience=0.0).message)
+    return told
+
+
+def main(argv: list[str]) -> None:
+    path = Path(argv[0])
+    with _only_keeper(path) as alone:
+        if not alone:
+            return
+        while _runs(read(path)["flow"]):
+            time.sleep(POLL_SECONDS)
+        settle(path, patience=WORKER_SECONDS)
+
+
+@contextmanager
+def _only_keeper(path: Path) -> Iterator[bool]:
+    with path.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _runs(process: Mapping[str, Any]) -> bool:
+    """Whether it does; one that nobody has collected yet does not."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        dead = psutil.Process(process["pid"]).status() == psutil.STATUS_ZOMBIE
+        return supervise.is_alive(process) and not dead
+    return False
+
+
+def settle(path: Path, *, patience: float) -> Ending:
+    """Bring the run's state in line with what became of it; that. The run's file is gone after."""
+    facts = read(path)
+    if _job_is_alive(facts) and "ending" not in facts:
+        _say_that_it_ends(facts)
+        _wait_for_job(facts)
+    ending = _ending(facts)
+    with _client() as client:
+        _correct(client, facts, ending, patience=patience)
+    for gone in (path, path.with_suffix(".lock")):
+        gone.unlink(missing_ok=True)
+    return ending
+
+
+# --- what became of it
+
+
+def _job_is_alive(facts: Mapping[str, Any]) -> bool:
+    handle = read(Path(facts["out"]) / supervise.HANDLE) if "out" in facts else {}
+    return bool(handle) and supervise.is_alive(handle)
+
+
+def _wait_for_job(facts: Mapping[str, Any]) -> None:
+    """Until its supervisor is gone; one that was told to outlive its flow is left alone."""
+    deadline = time.monotonic() + JOB_SECONDS
+    while _job_is_alive(facts) and not _outlives(facts) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+def _outlives(facts: Mapping[str, Any]) -> bool:
+    return bool(facts.get("outlives"))
+
+
+def _ending(facts: Mapping[str, Any]) -> Ending:
+    """The flow's own word, or what can be seen of a flow that was killed."""
+    if "ending" in facts:
+        return Ending(**facts["ending"])
+    if _job_is_alive(facts):
+        return Ending(
+            "Crashed",
+            f"the flow's process was killed; its job {facts['label']} goes on, and Retry attaches "
+            "to it",
+            "CRASHED",
+        )
+    what = stopped(facts)
+    if facts.get("asked"):
+        return Ending("Preempted", f"stopped {what}; Retry goes on from there", "CRASHED")
+    return Ending("Crashed", f"the flow's process was killed {what}; Retry goes on", "CRASHED")
+
+
+def stopped(facts: Mapping[str, Any]) -> str:
+    """``at sft, step 40 of 254, checkpoint 40 saved, 4 processes ended, 0 left``."""
+    if "out" not in facts:
+        return "before its first stage"
+    out = Path(facts["out"])
+    newest = resume.newest(out)
+    saved = f"checkpoint of step {resume.step(newest):,} saved" if newest else "nothing saved yet"
+    processes = facts.get("processes") or (supervise.ended(out) or {}).get("processes", 0)
+    return (
+        f"at {facts['label']}{_step(out)}, {saved}, {processes} processes ended, "
+        f"{len(remaining(out))} left"
+    )
+
+
+def _step(out: Path) -> str:
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    return f", step {rows[-1]['step']:,} of {rows[-1]['total_steps']:,}" if rows else ""
+
+
+def remaining(out: Path) -> list[int]:
+    """Live processes of the job of ``out``: its ranks and their launcher name its file, and its
+    supervisor is known by its handle."""
+    import psutil
+
+    job, found = str(out / "job.json"), []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if job in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def processes_of(out: Path) -> int:
+    """How many processes the job of ``out`` has now, its supervisor among them."""
+    import psutil
+
+    handle = read(out / supervise.HANDLE)
+    if not handle or not supervise.is_alive(handle):
+        return 0
+    with suppress(psutil.Error):
+        return 1 + len(psutil.Process(handle["pid"]).children(recursive=True))
+    return 0
+
+
+# --- what Prefect is told
+
+
+def _client() -> "SyncPrefectClient":
+    from prefect.client.orchestration import get_client
+
+    return get_client(sync_client=True)
+
+
+def _say_that_it_ends(facts: Mapping[str, Any]) -> None:
+    """The worker may have called the run cancelled while its ranks still save."""
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import State
+
+    saving = State(
+        type=StateType.CANCELLING,
+        name="Stopping",
+        message=f"{facts['label']}: the flow is gone, its ranks save and end",
+    )
+    with _client() as client:
+        run = _read(client, facts["run"])
+        if _is_ours(run, facts) and (run.state.is_cancelled() or run.state.is_cancelling()):
+            client.set_flow_run_state(run.id, saving, force=True)
+
+
+def _is_ours(run: Any, facts: Mapping[str, Any]) -> bool:
+    """Whether the run has not been started again since."""
+    waits = run.state.is_scheduled() or run.state.is_pending()
+    return run.run_count <= facts["attempt"] and not waits
+
+
+def _correct(
+    client: "SyncPrefectClient", facts: Mapping[str, Any], ending: Ending, *, patience: float
+) -> None:
+    """Set the state until nobody has another word on it; then settle the tasks."""
+    run = _read(client, facts["run"])
+    cancelled = run.state.is_cancelled() or run.state.is_cancelling()
+    if "ending" not in facts and cancelled:
+        ending = Ending("Cancelled", f"cancelled {stopped(facts)}", "CANCELLED")
+    deadline = time.monotonic() + (patience if ending.type == "CANCELLED" else 0.0)
+    while _is_ours(run, facts):
+        if not _says(run.state, ending):
+            client.set_flow_run_state(run.id, ending.state(), force=True)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(2 * POLL_SECONDS)
+        run = _read(client, facts["run"])
+    _settle_tasks(client, facts["run"], ending)
+
+
+def _says(state: Any, ending: Ending) -> bool:
+    return (state.type.value, state.name, state.message or "") == (
+        ending.type,
+        ending.name,
+        ending.message,
+    )
+
+
+def _settle_tasks(client: "SyncPrefectClient", run: str, ending: Ending) -> None:
+    from uuid import UUID
+
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+    wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(run)]))
+    for task in client.read_task_runs(flow_run_filter=wanted):
+        if task.state is not None and not task.state.is_final():
+            client.set_task_run_state(task.id, ending.state(), force=True)
+
+
+def _read(client: "SyncPrefectClient", run: str) -> Any:
+    """The run, once the server answers."""
+    from uuid import UUID
+
+    import httpx
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    deadline = time.monotonic() + SERVER_SECONDS
+    while True:
+        try:
+            return client.read_flow_run(UUID(run))
+        except (httpx.TransportError, PrefectHTTPStatusError):
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(10 * POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

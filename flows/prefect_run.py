@@ -1,0 +1,373 @@
+"""One run of a deployed flow: its plan first, then its stages, in the end a state that is true."""
+
+import fcntl
+import logging
+import os
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from configs import ConfigError, resolve
+from flows import forms, keeper, plan_page, run_names, run_page, runs
+from flows.catalogue import Deployable
+from flows.command import Preempted
+from flows.endings import Ending, first_line
+from flows.failures import CANCELLED, PREEMPTED, StageFailed
+from flows.prefect_engine import Outcome, as_task
+from flows.prefect_watch import Watch
+from flows.run_page import Board
+from flows.run_stage import Plan, Say, plan, run_stage
+from flows.steps import Artifact, Step
+
+if TYPE_CHECKING:
+    from prefect.states import State
+
+Mode = Literal["run", "plan"]
+BackendKind = Literal["as below", "auto", "local", "ddp", "fsdp", "deepspeed"]
+LINES_A_SECOND = 5
+WAIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the form was filled in with, not yet checked by us."""
+
+    config: Mapping[str, Any]
+    mode: Mode = "run"
+    backend: BackendKind = "as below"
+    overrides: tuple[str, ...] = ()
+    late_minutes: int = 30
+
+
+@dataclass(frozen=True)
+class Run:
+    """This run, as Prefect knows it."""
+
+    run: Any
+    """Prefect's own record of it."""
+
+    record: Path
+    """What its keeper reads."""
+
+    say: Say
+
+
+def carry_out(flow: Deployable, asked: Asked) -> "State[Any]":
+    """Called inside a Prefect flow run; its terminal state."""
+    logging.getLogger("prefect.engine").addFilter(_is_news)
+    stored = _stored_run()
+    if late := _late(stored, asked.late_minutes):
+        return Ending("Skipped", late).state()
+    home = _prefect_home()
+    keeper.settle_all(home)
+    record = keeper.begin(home, str(stored.id), attempt=stored.run_count)
+    this = Run(stored, record, _limited_say())
+    outcome = Outcome[Ending]()
+    with outcome, _heeding_signals(record):
+        outcome.value = _in_order(flow, asked, this)
+    ending = _ending(outcome, this)
+    keeper.note(record, ending=asdict(ending))
+    return ending.state()
+
+
+def _in_order(flow: Deployable, asked: Asked, this: Run) -> Ending:
+    config = _config(flow, asked)
+    if run_names.GENERATED.fullmatch(this.run.name):
+        _rename(this.run.id, run_names.name(config, datetime.now().date()))
+    with _alone(config, this) as other:
+        if other:
+            return Ending("Skipped", other)
+        plans = _as_plan_task(flow, config, this)
+        if asked.mode == "plan":
+            return Ending("Planned", plan_page.line(plans))
+        return _run(flow, config, plans, this)
+
+
+def _config(flow: Deployable, asked: Asked) -> Any:
+    """Raises ``ConfigError`` for what only the whole can tell: contradicting fields, say."""
+    chosen = asked.backend != "as below"
+    keys = forms.trained(flow.schema) if chosen else []
+    kinds = [f"{key}.backend.kind={asked.backend}" for key in keys]
+    return resolve(
+        flow.schema,
+        forms.complete(asked.config),
+        [*kinds, *asked.overrides],
+        place=Path("parameters.config"),
+    )
+
+
+# --- the two parts of a run
+
+
+def _as_plan_task(flow: Deployable, config: Any, this: Run) -> list[Plan]:
+    """The plan of every stage, as a task with a page. Raises ``ConfigError`` for a stage that could
+    not run here, before the first one does."""
+    from prefect.cache_policies import NO_CACHE
+    from prefect.tasks import Task
+
+    outcome = Outcome[list[Plan]]()
+
+    def look_ahead() -> "State[Any]":
+        with outcome:
+            plans = outcome.value = _plans(flow, config)
+            key = _slug(f"plan-{flow.name}-{config.name}")
+            _show_plan(plan_page.page(config, plans), key, this)
+            blocked = [f"{each.label}: {each.obstacle}" for each in plans if each.obstacle]
+            if blocked:
+                raise ConfigError("\n".join(blocked))
+            return Ending("Planned", plan_page.line(plans)).state()
+        return outcome.state()
+
+    task = Task(look_ahead, name="plan", task_run_name="plan", cache_policy=NO_CACHE,
+                persist_result=False, retries=0)  # fmt: skip
+    task(return_state=True)
+    plans = outcome.result()
+    this.say(f"plan: {plan_page.line(plans)}")
+    return plans
+
+
+def _plans(flow: Deployable, config: Any) -> list[Plan]:
+    plans: list[Plan] = []
+
+    def look(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
+        planned = plan(stage, step, config.store, label=label, inputs=inputs)
+        plans.append(planned)
+        return planned.promised
+
+    flow.body(config, look)
+    return plans
+
+
+def _run(flow: Deployable, config: Any, plans: list[Plan], this: Run) -> Ending:
+    runs.begin(config)
+    board = Board(config.name, runs.folder(config), tuple(plans), {})
+    key = _slug(f"run-{flow.name}-{config.name}")
+    watch = Watch(board, key=key, run=this.run.id, record=this.record)
+    outcome = Outcome[list[Artifact]]()
+    with outcome, watch:
+        outcome.value = flow.body(config, as_task(_executing(config, watch, this)))
+    if outcome.error is not None:
+        watch.change(word=first_line(outcome.error))
+        watch.finish(run_page.page(watch.board))
+    artifacts = outcome.result()
+    path = runs.finish(config, artifacts)
+    this.say(f"report: {path.absolute()}")
+    concluded = flow.conclude(config, artifacts) if flow.conclude else None
+    ending = concluded or Ending("Completed", _counts(artifacts))
+    watch.change(word=f"{ending.name}: {ending.message}")
+    watch.finish(run_page.final_page(watch.board, runs.describe(config, artifacts)))
+    return ending
+
+
+def _executing(config: Any, watch: Watch, this: Run) -> Any:
+    def execute(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
+        planned = plan(stage, step, config.store, label=label, inputs=inputs)
+        runs.link(config, planned.promised)
+        if not planned.finished:
+            outlives = getattr(planned.step.placement, "on_parent_exit", "stop") == "keep"
+            out = planned.out.absolute()
+            keeper.note(this.record, out=str(out), label=label, outlives=outlives)
+            verb = "resuming" if planned.checkpoint else "running"
+            text = planned.remaining[0].text if planned.remaining else "auto"
+            this.say(f"{label}: {verb} ({text}); full log: {out / 'log.txt'}")
+        watch.change(current=label)
+        artifact = run_stage(planned, say=this.say)
+        watch.change(current="", done={**watch.board.done, label: artifact})
+        took = f" in {artifact.seconds:.1f} s" if artifact.status != "reused" else ""
+        this.say(f"{label}: {artifact.status}{took}")
+        return artifact
+
+    return execute
+
+
+def _counts(artifacts: Sequence[Artifact]) -> str:
+    states = [each.status for each in artifacts]
+    counts = {name: states.count(name) for name in ("reused", "resumed", "ran")}
+    return ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+
+
+# --- how it ends
+
+
+def _ending(outcome: Outcome[Ending], this: Run) -> Ending:
+    error = outcome.error
+    if error is None:
+        assert outcome.value is not None
+        return outcome.value
+    facts = keeper.read(this.record)
+    if isinstance(error, KeyboardInterrupt):
+        what = keeper.stopped(facts)
+        if _is_cancelling(this):
+            return Ending("Cancelled", f"cancelled {what}", "CANCELLED")
+        return Ending("Preempted", f"stopped from outside {what}; Retry goes on", "CRASHED")
+    if isinstance(error, StageFailed) and error.kind in (PREEMPTED, CANCELLED):
+        return Ending("Preempted", first_line(error), "CRASHED")
+    if not isinstance(error, StageFailed | ConfigError | ValueError | OSError):
+        logging.getLogger("prefect.flow_runs").error("%s", error, exc_info=error)
+    this.say(str(error))
+    return Ending("Failed", first_line(error), "FAILED")
+
+
+def _is_cancelling(this: Run) -> bool:
+    """A server that does not answer has not asked for anything."""
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(this.run.id).state
+    except (httpx.TransportError, PrefectHTTPStatusError):
+        return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+
+@contextmanager
+def _heeding_signals(record: Path) -> Iterator[None]:
+    """The first SIGTERM (a worker's, for a cancelled run) or SIGUSR1 (a scheduler's) stops the run
+    in order; later ones find it at that already."""
+
+    def stop(*_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        facts = keeper.read(record)
+        processes = keeper.processes_of(Path(facts["out"])) if "out" in facts else 0
+        keeper.note(record, asked=True, processes=processes)
+        raise Preempted
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if not keeper.read(record).get("asked"):
+                signal.signal(number, handler)
+
+
+# --- whether it starts
+
+
+def _late(run: Any, minutes: int) -> str | None:
+    """Why a scheduled run that comes late is not carried out. A retried one was asked for."""
+    if not run.auto_scheduled or run.run_count > 1 or run.expected_start_time is None:
+        return None
+    late = (datetime.now(UTC) - run.expected_start_time).total_seconds() / 60
+    if late <= minutes:
+        return None
+    return (
+        f"scheduled for {run.expected_start_time:%Y-%m-%d %H:%M} UTC and {late:.0f} minutes late; "
+        f"the limit is {minutes} (late_minutes)"
+    )
+
+
+@contextmanager
+def _alone(config: Any, this: Run) -> Iterator[str | None]:
+    """Hold the run folder's lock. A scheduled run that finds it held does not start, and gets the
+    reason; another waits for it, and its state says so."""
+    config.runs.mkdir(parents=True, exist_ok=True)
+    with (config.runs / f".{config.name}.lock").open("a+") as file:
+        other = _take(file.fileno())
+        if other and this.run.auto_scheduled:
+            yield f"an earlier run named {config.name} is still at work; runs do not overlap"
+            return
+        if other:
+            _set_running(this, "Queued", f"waits for an earlier run named {config.name} to end")
+            while _take(file.fileno()):
+                time.sleep(WAIT_SECONDS)
+            _set_running(this, "Running", "")
+        yield None
+
+
+def _take(lock: int) -> bool:
+    """Whether somebody else holds it; else it is ours, until the file is closed."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    os.set_inheritable(lock, False)
+    return False
+
+
+# --- Prefect
+
+
+def _stored_run() -> Any:
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(flow_run.id)  # run_count and all, as the server has them
+
+
+def _prefect_home() -> Path:
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().home
+
+
+def _rename(run: Any, name: str) -> None:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(run, name=name)
+
+
+def _set_running(this: Run, name: str, message: str) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import State
+
+    state = State(type=StateType.RUNNING, name=name, message=message)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(this.run.id, state, force=True)
+
+
+def _slug(text: str) -> str:
+    """What Prefect takes as an artifact's key."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _show_plan(text: str, key: str, this: Run) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import ArtifactCreate
+    from prefect.runtime import task_run
+
+    with get_client(sync_client=True) as client:
+        client.create_artifact(
+            ArtifactCreate(
+                key=key, type="markdown", description="What the run will do, and why", data=text,
+                flow_run_id=this.run.id, task_run_id=task_run.id,
+            )
+        )  # fmt: skip
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Prefect's engine ends with a traceback of its own for every state that is not Completed; what
+    there is to say stands in the state, and in the log above."""
+    from prefect.exceptions import CancelledRun, CrashedRun, FailedRun
+
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, CancelledRun | CrashedRun | FailedRun)
+
+
+def _limited_say() -> Say:
+    """The run's log, for people: at most five lines a second; the stages' own logs are files."""
+    from prefect.logging import get_run_logger
+
+    spoken: deque[float] = deque(maxlen=LINES_A_SECOND)
+
+    def say(text: str) -> None:
+        now = time.monotonic()
+        if len(spoken) == LINES_A_SECOND and now - spoken[0] < 1.0:
+            return
+        spoken.append(now)
+        get_run_logger().info("%s", text)
+
+    return say

@@ -1,0 +1,185 @@
+"""Proximal policy optimisation of a language model against rewards."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from stages import cpu_ranks
+from stages.base import Context, Metrics
+from stages.rewards.config import Reward, Rewards
+from stages.rl.kl import KL, Estimator, FixedKL
+from stages.training import Training
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class PPO(Training):
+    """What decides the result of PPO (arXiv:1707.06347, for language models arXiv:2203.02155)."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate of the policy."""
+
+    critic_learning_rate: PositiveFloat = 5e-6
+    """Peak learning rate of the critic."""
+
+    max_steps: PositiveInt | None = None
+    """Stop after so many updates (a rollout with all that is learned from it), if that comes
+    before the last epoch ends."""
+
+    global_batch_size: PositiveInt = 32
+    """Answers in one minibatch, which is one optimizer step, over all ranks."""
+
+    minibatches: PositiveInt = 4
+    """Minibatches in a rollout, which is ``global_batch_size`` times as many answers."""
+
+    passes: PositiveInt = 4
+    """Passes over each rollout."""
+
+    rewards: Rewards = (Reward(model=True),)
+    """What an answer is worth: the weighted sum. A weight of 0 only watches."""
+
+    temperature: PositiveFloat = 1.0
+    """Of sampling, and of every log-probability: policy and reference are both taken at it."""
+
+    top_p: Share = 1.0
+    """Sample from the likeliest tokens that have this probability together. Below 1 the losses
+    take answers for more likely than they were drawn."""
+
+    max_new_tokens: PositiveInt = 128
+    """Longest answer, its stop token included."""
+
+    kl: KL = FixedKL()
+    """What divergence from the reference costs."""
+
+    kl_estimator: Estimator = "k1"
+    """How the divergence at a token is estimated in the reward."""
+
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """Taken off the score of an answer that no stop token ended."""
+
+    reward_clip: PositiveFloat | None = None
+    """Scores are held between minus and plus this, before the penalty."""
+
+    whiten_rewards: bool = False
+    """Scale the rewards of a rollout, divergence included, to variance 1; their mean stays."""
+
+    normalise_advantages: bool = True
+    """Shift and scale advantages to mean 0 and variance 1 over the whole rollout."""
+
+    gamma: Share = 1.0
+    """Discount a token."""
+
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """From a critic that is trusted (0) to rewards that are waited for (1) (arXiv:1506.02438)."""
+
+    clip: PositiveFloat = 0.2
+    """How far the probability ratio may leave 1 before a token stops teaching."""
+
+    value_clip: PositiveFloat | None = 0.2
+    """How far a value may leave what it was at the rollout before it stops learning."""
+
+    value_coefficient: PositiveFloat = 0.5
+    """Weight of the value loss. The critic has its own weights and rate, so that this counts in
+    the common ``max_grad_norm`` alone."""
+
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the policy's entropy, which is rewarded."""
+
+    stop_at_kl: PositiveFloat | None = None
+    """Leave a rollout once the policy is so many nats a token from the one that sampled it."""
+
+    critic: Literal["policy", "reward"] = "policy"
+    """What the critic starts from: the policy with a new head of zeros, or the reward model, whose
+    tokens must then be the policy's."""
+
+    critic_warmup: NonNegativeInt = 0
+    """Updates at the start in which the critic alone learns."""
+
+    @property
+    def rollout_size(self) -> int:
+        """Answers that are sampled before the policy learns again."""
+        return self.global_batch_size * self.minibatches
+
+    @model_validator(mode="after")
+    def _is_read(self) -> Self:
+        """What the common fields offer and this stage cannot do."""
+        if self.method.kind not in ("full", "lora"):
+            raise ValueError(f"ppo trains method.kind full or lora, not {self.method.kind}")
+        if getattr(self.method, "dropout", 0.0):
+            raise ValueError(
+                "method.dropout must be 0: a policy that drops units is not the one that sampled"
+            )
+        if self.liger_kernel:
+            raise ValueError("ppo has no liger_kernel: it computes no fused loss")
+        return self
+
+
+def ppo(
+    config: PPO, ctx: Context, *, policy: Path, data: Path, reward: Path | None = None
+) -> Metrics:
+    """Train ``POLICY/model`` on the prompts of ``DATA`` so that its answers earn more reward.
+
+    The reference is ``POLICY/model`` itself, byte for byte; with adapters it is the frozen base.
+    Leaves ``OUT/model``, ``OUT/critic``, ``OUT/metrics.jsonl`` (a row an update) and
+    ``OUT/samples.jsonl``. Before the first update no token tells policy and reference apart, and
+    at the first minibatch of every update each ratio is 1; anything else raises ``StageError``.
+    """
+    cpu_ranks.prepare(ctx.trainer_args)
+    from transformers import AutoTokenizer
+
+    from stages import rewards
+    from stages.rl import engine, loop, models
+    from stages.rl.export import export
+    from stages.rl.generation import Sampling
+    from stages.rl.rollout import Split
+    from stages.rl.work import Work, prompt_order
+
+    folder = policy / "model"
+    rows = rewards.prompts.read(data)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    inputs = {"reward": reward} if reward else {}
+    score = rewards.load(config.rewards, inputs, _device(ctx))  # whole: before ZeRO-3 is known of
+    args = engine.arguments(config, ctx)
+    module = models.load(config, folder, reward / "model" if reward else None)
+    models.check_prompts(list(rows["prompt_ids"]), module, max_new_tokens=config.max_new_tokens)
+    stops = models.stop_ids(module, tokenizer, folder)
+    work = Work(
+        config=config,
+        ctx=ctx,
+        engine=engine.wrap(module, config, ctx, args),
+        tokenizer=tokenizer,
+        rows=rows,
+        order=prompt_order(len(rows), config),
+        score=score,
+        sampling=Sampling(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_new_tokens=config.max_new_tokens,
+            stops=stops,
+            pad=stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        ),
+        split=Split(
+            num=config.rollout_size,
+            minibatch=config.global_batch_size,
+            micro=args.per_device_train_batch_size,
+            rank=args.process_index,
+            world_size=args.world_size,
+        ),
+    )
+    metrics = loop.train(work)
+    export(work.engine, tokenizer, ctx.out)
+    return metrics
+
+
+def _device(ctx: Context) -> str:
+    """This rank's own."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if ctx.device == "cuda" else ctx.device

@@ -1,0 +1,42 @@
+"""The prompts of a tokenised data set, as messages and as token ids."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.base import StageError
+
+
+def read(data: Path, split: str = "train") -> Any:
+    """The conversations of ``DATA/conversations/<split>`` (an output of tokenize_data).
+
+    A ``datasets.Dataset`` with ``prompt_ids``, ``answer`` and ``prompt``, the messages before the
+    answer as JSON. Raises ``StageError`` when there are none.
+    """
+    from datasets import load_from_disk
+
+    folder = data / "conversations" / split
+    if not folder.is_dir():
+        raise StageError(f"{folder}: no such split; prompts are those of tokenised conversations")
+    rows: Any = load_from_disk(str(folder))
+    if not len(rows):
+        raise StageError(f"{folder}: no rows; see the data stage's report.json")
+    return rows
+
+
+def messages(row: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """The messages before the answer of ``row``.
+
+    A row without them, which tokenize_data does not write, is one user turn: the prompt's text.
+    """
+    if found := row.get("prompt"):
+        return json.loads(found)
+    text = tokenizer.decode(list(row["prompt_ids"]), skip_special_tokens=True)
+    return [{"role": "user", "content": text}]
+
+
+def facts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What reward functions see of each row: everything but token ids and the messages' JSON."""
+    hidden = ("input_ids", "labels", "prompt_ids", "prompt", "length")
+    return [{key: row[key] for key in row if key not in hidden} for row in rows]

@@ -1,0 +1,1 @@
+"""Reinforcement learning from rewards: the parts that the stage ``ppo`` is put together from."""

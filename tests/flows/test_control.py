@@ -1,0 +1,208 @@
+"""Cancel means stopped and Retry means resume, whatever is killed: the real product, real ranks."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from flows import prefect_run
+from tests.flows import product
+from tests.flows.product import Product
+
+TINY = "sft-then-dpo/tiny"
+# Everything short but SFT, which is long enough to be stopped in the middle and saved often.
+LONG_SFT = [
+    "conversations.config.source.rows=6000",
+    "preferences.config.source.rows=150",
+    "sft.save_every=10",
+    "dpo.config.max_steps=4",
+    "evaluate.config.generate_rows=4",
+]
+SAVED = r"checkpoint of step \d+ saved, \d+ processes ended, 0 left"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    with product.serving(tmp_path_factory.mktemp("control")) as running:
+        yield running
+
+
+def train(served: Product, *overrides: str, name: str) -> str:
+    """A run whose SFT is some steps in; each learning rate is other work."""
+    run = product.submit(served.api, TINY, overrides=[*LONG_SFT, f"name={name}", *overrides])["id"]
+    before = sft_files(served)
+    product.wait_for(lambda: len(sft_files(served)) > len(before) and newest_step(served) > 14)
+    return run
+
+
+def sft_files(served: Product) -> list[Any]:
+    return list((served.home / "store" / "sft").glob("*/metrics.jsonl"))
+
+
+def newest_step(served: Product) -> int:
+    newest = max(sft_files(served), key=lambda path: path.stat().st_mtime)
+    return len(newest.read_text().splitlines())
+
+
+def flow_process(served: Product) -> psutil.Process:
+    (found,) = [
+        each
+        for each in psutil.process_iter()
+        if "prefect.engine" in " ".join(cmdline(each)) and cwd(each) == str(served.home)
+    ]
+    return found
+
+
+def worker_process(served: Product) -> psutil.Process:
+    children = psutil.Process(served.process.pid).children()
+    (found,) = [each for each in children if "worker" in " ".join(cmdline(each))]
+    return found
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def cwd(process: psutil.Process) -> str:
+    try:
+        return process.cwd()
+    except psutil.Error:
+        return ""
+
+
+def assert_settled(served: Product, run: str) -> None:
+    """Nothing is left of the run, and Prefect does not say otherwise of any task."""
+    assert product.ranks(served.home) == []
+    product.wait_for(
+        lambda: not {"Running", "Pending"} & set(product.tasks_of(served.api, run).values()), 30
+    )
+
+
+def assert_resumes(served: Product, run: str) -> None:
+    product.retry(served.api, run)
+    product.until(served.api, run, "Running", seconds=60)
+    product.until(served.api, run, "Completed")
+    tasks = product.tasks_of(served.api, run)
+    assert tasks["fetch model"] == "Reused" and tasks["tokenize data"] == "Reused"
+    assert tasks["sft"] == "Resumed"
+
+
+@pytest.mark.slow
+def test_cancel_saves_stops_and_says_so_and_retry_resumes(served: Product) -> None:
+    run = train(served, "sft.config.learning_rate=1.0e-3", name="cancelled")
+    assert len(product.ranks(served.home)) >= 3
+    product.cancel(served.api, run)
+    asked = time.monotonic()
+    product.until(served.api, run, "Stopping", "Cancelled", seconds=10)
+    assert time.monotonic() - asked < 6
+    found = product.until(served.api, run, "Cancelled", seconds=60)
+    assert product.ranks(served.home) == []
+    time.sleep(12)  # the worker has had its own word by now
+    found = product.run_of(served.api, run)
+    assert found["state"]["name"] == "Cancelled"
+    assert re.fullmatch(
+        rf"cancelled at sft, step \d+ of \d+, {SAVED}", found["state"]["message"]
+    ), found["state"]
+    assert product.tasks_of(served.api, run)["sft"] == "Cancelled"
+    assert_settled(served, run)
+    assert_resumes(served, run)
+
+
+@pytest.mark.slow
+def test_a_killed_flow_ends_its_ranks_and_retry_resumes(served: Product) -> None:
+    run = train(served, "sft.config.learning_rate=1.1e-3", name="killed")
+    flow_process(served).kill()
+    product.until(served.api, run, "Crashed", seconds=60)
+    product.wait_for(lambda: "Retry goes on" in state_of(served, run)["message"], 90)
+    assert re.search(r"checkpoint of step \d+ saved", state_of(served, run)["message"])
+    assert_settled(served, run)
+    assert_resumes(served, run)
+
+
+def state_of(served: Product, run: str) -> dict[str, Any]:
+    return product.run_of(served.api, run)["state"]
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_its_worker_and_can_still_be_cancelled(served: Product) -> None:
+    run = train(served, "sft.config.learning_rate=1.2e-3", name="orphaned")
+    first = worker_process(served)
+    first.kill()
+    step = newest_step(served)
+    product.wait_for(lambda: newest_step(served) > step + 3, 60)
+    product.wait_for(lambda: worker_process(served).pid != first.pid, 30)
+    product.cancel(served.api, run)
+    found = product.until(served.api, run, "Cancelled", seconds=60)
+    assert re.search(SAVED, found["state"]["message"])
+    assert_settled(served, run)
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_server_and_ends_true(served: Product) -> None:
+    run = train(served, "sft.config.learning_rate=1.3e-3", name="outage")
+    children = psutil.Process(served.process.pid).children()
+    (server,) = [each for each in children if "server" in " ".join(cmdline(each))]
+    server.kill()
+    product.wait_for(lambda: api_answers(served), 90)
+    found = product.until(served.api, run, "Completed")
+    assert found["state"]["message"].endswith("ran")
+    assert_settled(served, run)
+
+
+def api_answers(served: Product) -> bool:
+    try:
+        return bool(product.ask(served.api, "/health"))
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_run_of_the_same_name_waits_and_its_state_says_so(served: Product) -> None:
+    first = product.submit(served.api, TINY, overrides=[*product.SHORT, "name=twice"])["id"]
+    product.wait_for(lambda: "plan" in product.tasks_of(served.api, first), 60)
+    second = product.submit(served.api, TINY, overrides=[*product.SHORT, "name=twice"])["id"]
+    waiting = product.until(served.api, second, "Queued", seconds=60)
+    assert waiting["state"]["message"] == "waits for an earlier run named twice to end"
+    product.until(served.api, first, "Completed")
+    product.until(served.api, second, "Completed")
+    done = product.tasks_of(served.api, second)
+    assert {name for task, name in done.items() if task != "plan"} == {"Reused"}
+
+
+@pytest.mark.slow
+def test_ctrl_c_preempts_what_runs_and_the_next_start_can_retry_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    home = tmp_path_factory.mktemp("preempted")
+    with product.serving(home) as served:
+        run = train(served, name="preempted")
+        os.killpg(served.process.pid, signal.SIGINT)
+        assert served.process.wait(120) == 0
+    assert product.ranks(home) == []
+    with product.serving(home) as again:
+        product.wait_for(lambda: state_of(again, run)["type"] == "CRASHED", 60)
+        assert_resumes(again, run)
+
+
+def late_run(minutes: float, **facts: Any) -> Any:
+    start = datetime.now(UTC) - timedelta(minutes=minutes)
+    return SimpleNamespace(
+        **{"auto_scheduled": True, "run_count": 1, "expected_start_time": start} | facts
+    )
+
+
+def test_only_a_scheduled_run_that_is_late_and_new_skips_itself() -> None:
+    assert "45 minutes late; the limit is 30" in (prefect_run._late(late_run(45), 30) or "")
+    assert prefect_run._late(late_run(20), 30) is None
+    assert prefect_run._late(late_run(45, auto_scheduled=False), 30) is None
+    assert prefect_run._late(late_run(45, run_count=2), 30) is None

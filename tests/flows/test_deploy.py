@@ -1,0 +1,193 @@
+"""Deployments: what their forms ask, what the server refuses, and one short run of the product."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from configs import RECIPES, load
+from flows import deploy, forms
+from flows.catalogue import FLOWS
+from tests.flows import product
+from tests.flows.product import Product
+from tests.small import ROOT
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@pytest.mark.parametrize("name", sorted(FLOWS))
+def test_the_form_is_the_recorded_one(name: str) -> None:
+    """What a user sees and what callers send: a change is to be seen in a review. Delete the file
+    and run the test to record it anew."""
+    path = RECORDED / f"{name}.json"
+    text = json.dumps(forms.parameter_schema(FLOWS[name]), indent=1) + "\n"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        pytest.fail(f"recorded {path} anew")
+    assert text == path.read_text()  # the order of the fields counts
+
+
+@pytest.mark.parametrize("name", sorted(FLOWS))
+def test_every_field_of_the_form_has_help(name: str) -> None:
+    schema = forms.parameter_schema(FLOWS[name])
+    silent = [
+        f"{title}.{field}"
+        for title, part in [("", schema), *schema["definitions"].items()]
+        for field, facts in part.get("properties", {}).items()
+        if "description" not in facts and field != "kind" and "$ref" not in str(facts)
+    ]
+    assert not silent
+    assert list(schema["properties"]) == ["mode", "backend", "config", "overrides", "late_minutes"]
+
+
+def test_presets_pass_what_the_server_enforces_and_faults_do_not() -> None:
+    from prefect.utilities.schema_tools.validation import validate
+
+    for flow in FLOWS.values():
+        schema = forms.parameter_schema(flow)
+        for recipe in flow.recipes():
+            preset = forms.preset(flow, recipe)
+            faults = validate({"config": preset}, schema, raise_on_error=False)
+            incomplete = recipe.stem == "smollm2"  # its data are for the user to name
+            assert bool(faults) == incomplete, (recipe.stem, faults)
+
+
+def test_every_recipe_is_a_preset() -> None:
+    deployed = {recipe.stem for flow in FLOWS.values() for recipe in flow.recipes()}
+    assert deployed == {path.stem for path in RECIPES.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", sorted(FLOWS))
+def test_an_unchanged_form_is_the_recipe(name: str) -> None:
+    flow = FLOWS[name]
+    for recipe in flow.recipes():
+        if recipe.stem != "smollm2":
+            sent = forms.complete(json.loads(json.dumps(forms.preset(flow, recipe))))
+            assert flow.schema.model_validate(sent) == load(flow.schema, recipe)
+
+
+def test_prefect_yaml_is_what_deploy_writes() -> None:
+    written = (ROOT / "deploy" / "prefect.yaml").read_text()
+    assert written == deploy.as_yaml()
+    from prefect.flows import load_flow_from_entrypoint
+
+    for each in yaml.safe_load(written)["deployments"]:
+        assert load_flow_from_entrypoint(each["entrypoint"]).name in FLOWS
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "PREFECT_API_URL is not set"),
+        (["--schedule", "tiny"], "written FLOW/RECIPE=CRON"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.deploy", *words],
+        env=product.environment(tmp_path), cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and said in done.stderr
+
+
+# --- one short life of the whole product
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    with product.serving(tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+def test_it_prints_its_address_soon_and_has_every_flow(served: Product) -> None:
+    (ready,) = [line for line in served.lines if "Ctrl-C ends it" in line]
+    assert served.url in ready
+    assert int(ready.rpartition("ready in ")[2].split()[0]) < 60  # 30 where nobody else is at work
+    found = product.ask(served.api, "/deployments/filter", {})
+    names = {f"{recipe.stem}" for flow in FLOWS.values() for recipe in flow.recipes()}
+    assert {each["name"] for each in found} == names
+    assert all(each["enforce_parameter_schema"] for each in found)
+    assert all(each["entrypoint"].startswith("flows.prefect_flows.") for each in found)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("sft.config.learning_rate", -1, "minimum"),
+        ("sft.config.epochs", "many", "many"),
+        ("dpo.config.bta", 0.2, "bta"),
+        ("sft.backend", {"kind": "horovod"}, "horovod"),
+    ],
+)
+def test_wrong_values_are_refused_at_submission_with_their_place(
+    served: Product, key: str, value: Any, said: str
+) -> None:
+    *parents, leaf = key.split(".")
+    config = product.deployment(served.api, "sft-then-dpo/tiny")["parameters"]["config"]
+    node = config
+    for parent in parents:
+        node = node[parent]
+    node[leaf] = value
+    where = product.deployment(served.api, "sft-then-dpo/tiny")["id"]
+    code, reason = product.refused(
+        served.api, f"/deployments/{where}/create_flow_run", {"parameters": {"config": config}}
+    )
+    assert code == 409
+    assert said in reason
+
+
+def test_unknown_parameters_are_refused_at_submission(served: Product) -> None:
+    where = product.deployment(served.api, "sft-then-dpo/tiny")["id"]
+    code, reason = product.refused(
+        served.api, f"/deployments/{where}/create_flow_run", {"parameters": {"mod": "plan"}}
+    )
+    assert code == 409 and "mod" in reason
+
+
+def test_a_plan_tells_everything_in_seconds_and_does_nothing(served: Product) -> None:
+    run = product.submit(served.api, "sft-then-dpo/tiny", mode="plan", backend="ddp")
+    found = product.until(served.api, run["id"], seconds=90)
+    assert (found["state"]["name"], found["state"]["message"]) == ("Planned", "12 to run")
+    assert found["name"].startswith("new-model · new-task · dpo · ")
+    assert product.tasks_of(served.api, run["id"]) == {"plan": "Planned"}
+    page = product.page_of(served.api, run["id"], "What the run will do")
+    assert "DDP x2" in page and "torch.distributed.run" in page
+    assert not (served.home / "store").exists()
+
+
+def test_what_only_the_worker_sees_is_refused_in_its_first_seconds(served: Product) -> None:
+    run = product.submit(
+        served.api, "sft-then-dpo/tiny", overrides=["sft.config.global_batch_size=33"]
+    )
+    found = product.until(served.api, run["id"], seconds=90)
+    assert found["state"]["name"] == "Failed"
+    assert "a global batch of 33 rows does not divide over 2 ranks" in found["state"]["message"]
+    assert found["total_run_time"] < 15
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_and_the_same_state_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, served: Product
+) -> None:
+    before = product.ask(served.api, "/flow_runs/count", {})
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    assert len(children) >= 2
+    started = time.monotonic()
+    served.process.send_signal(2)
+    assert served.process.wait(60) == 0
+    assert time.monotonic() - started < 20
+    assert not [each for each in children if each.is_running()]
+    with product.serving(served.home) as again:
+        assert product.ask(again.api, "/flow_runs/count", {}) == before > 0

@@ -1,0 +1,72 @@
+"""What Prefect is told of a run whose process is gone, as far as the files tell it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from backends.placement import supervise
+from flows import keeper
+from flows.endings import Ending
+
+
+def trained(out: Path, *, steps: int, saved: int | None = None) -> Path:
+    out.mkdir(parents=True)
+    rows = [{"step": step, "total_steps": 4230, "time": 1.0} for step in range(1, steps + 1)]
+    (out / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if saved is not None:
+        checkpoint = out / "checkpoints" / f"checkpoint-{saved}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "complete.json").write_text(json.dumps({"facts": {}, "files": {}}))
+    return out
+
+
+def test_the_message_tells_step_checkpoint_and_processes(tmp_path: Path) -> None:
+    out = trained(tmp_path / "sft", steps=1234, saved=1200)
+    facts: dict[str, Any] = {"out": str(out), "label": "sft", "processes": 9}
+    assert keeper.stopped(facts) == (
+        "at sft, step 1,234 of 4,230, checkpoint of step 1,200 saved, 9 processes ended, 0 left"
+    )
+    early = trained(tmp_path / "dpo", steps=2)
+    assert "nothing saved yet" in keeper.stopped({"out": str(early), "label": "dpo"})
+    assert keeper.stopped({}) == "before its first stage"
+
+
+def test_a_process_that_is_left_is_counted_and_not_denied(tmp_path: Path) -> None:
+    out = trained(tmp_path / "sft", steps=3)
+    code = "import time; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(out / "job.json")]) as rank:
+        try:
+            assert keeper.remaining(out) == [rank.pid]
+            assert keeper.stopped({"out": str(out), "label": "sft"}).endswith("1 left")
+        finally:
+            rank.kill()
+
+
+def test_the_flows_own_word_counts_and_without_it_the_files_do(tmp_path: Path) -> None:
+    out = trained(tmp_path / "sft", steps=3, saved=2)
+    facts: dict[str, Any] = {"run": "r", "attempt": 1, "out": str(out), "label": "sft"}
+    said = Ending("Promoted", "the first of its name")
+    assert keeper._ending(facts | {"ending": asdict(said)}) == said
+    killed = keeper._ending(facts)
+    assert (killed.type, killed.name) == ("CRASHED", "Crashed")
+    assert "checkpoint of step 2 saved" in killed.message
+    assert keeper._ending(facts | {"asked": True}).name == "Preempted"
+    alive = supervise.identity(os.getpid())
+    (out / supervise.HANDLE).write_text(json.dumps(alive))
+    assert "goes on, and Retry attaches" in keeper._ending(facts | {"outlives": True}).message
+
+
+def test_a_process_that_nobody_has_collected_is_gone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    identity = supervise.identity(process.pid)
+    deadline = time.monotonic() + 20
+    while keeper._runs(identity) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not keeper._runs(identity)
+    assert process.wait() == 0
+    assert keeper._runs(supervise.identity(os.getpid()))

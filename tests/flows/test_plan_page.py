@@ -1,0 +1,102 @@
+"""What a run says before it does anything: reuse or run, why, and what it takes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import RECIPES, load
+from flows import plan_page
+from flows.costs import cost
+from flows.run_stage import Plan, plan
+from flows.sft_then_dpo import SFTThenDPO, sft_then_dpo
+from flows.steps import Artifact, Step
+from stages import manifest
+from stages.manifest import Manifest
+
+
+def plans_of(store: Path, *overrides: str) -> tuple[SFTThenDPO, list[Plan]]:
+    config = load(SFTThenDPO, RECIPES / "tiny.yaml", [f"store={store}", *overrides])
+    plans: list[Plan] = []
+
+    def look(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
+        plans.append(plan(stage, step, config.store, label=label, inputs=inputs))
+        return plans[-1].promised
+
+    sft_then_dpo(config, look)
+    return config, plans
+
+
+def pretend_done(plans: list[Plan]) -> None:
+    for each in plans:
+        each.out.mkdir(parents=True, exist_ok=True)
+        manifest.write(each.out, Manifest(identity=each.identity))
+
+
+def cells(page: str) -> dict[str, list[str]]:
+    """The table of a page: the cells of each stage by its label."""
+    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+
+
+def test_an_empty_store_means_that_everything_runs(tmp_path: Path) -> None:
+    config, plans = plans_of(tmp_path / "store")
+    page = plan_page.page(config, plans)
+    table = cells(page)
+    assert list(table) == [each.label for each in plans]
+    assert {row[0] for row in table.values()} == {"**run**"}
+    assert {row[1] for row in table.values()} == {"nothing of this stage is in the store"}
+    assert "-m torch.distributed.run --nnodes=1 --nproc-per-node=2" in page
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_changed_field_is_named_with_both_values_and_what_follows_says_so(
+    tmp_path: Path,
+) -> None:
+    pretend_done(plans_of(tmp_path / "store")[1])
+    config, plans = plans_of(tmp_path / "store", "sft.config.learning_rate=1.0e-3")
+    table = cells(plan_page.page(config, plans))
+    assert table["fetch model"][0] == "reuse"
+    assert table["sft"][:2] == ["**run**", "sft.config.learning_rate 0.002 -> 0.001"]
+    assert table["convert sft"][:2] == ["**run**", "follows sft"]
+    assert table["evaluate base"][0] == "reuse"
+    assert plan_page.line(plans) == "6 to reuse, 6 to run"
+
+
+def test_training_has_its_memory_steps_and_disk(tmp_path: Path) -> None:
+    _, plans = plans_of(tmp_path / "store")
+    pretend_done(plans[:5])
+    tokenised = next(each for each in plans if each.label == "tokenize data")
+    counts = {"conversations/train/rows": 320, "conversations/train/longest": 60}
+    (tokenised.out / "metrics.json").write_text(json.dumps(counts))
+    fetched = next(each for each in plans if each.label == "fetch model").out / "model"
+    fetched.mkdir()
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 128, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (fetched / "config.json").write_text(json.dumps(shape))
+    config, plans = plans_of(tmp_path / "store")
+    (sft,) = (each for each in plans if each.label == "sft")
+    price = cost(sft)
+    assert price is not None
+    assert (price.ranks, price.on_gpus, price.steps) == (2, False, 10)
+    assert price.memory_bytes and price.seconds and price.disk_bytes
+    assert price.gpu_hours is None
+    assert cells(plan_page.page(config, plans))["sft"][3] == "2 CPUs"
+
+
+@pytest.mark.parametrize("name", ["conversations", "preferences"])
+def test_another_file_is_told_by_its_name(tmp_path: Path, name: str) -> None:
+    for number in (1, 2):
+        (tmp_path / f"rows-{number}.jsonl").write_text(f'{{"n": {number}}}\n')
+    source = f"{name}.config.source"
+    words = [f"{source}.kind=local_data", f"{source}.path={tmp_path}/rows-1.jsonl"]
+    pretend_done(plans_of(tmp_path / "store", *words)[1])
+    words[1] = f"{source}.path={tmp_path}/rows-2.jsonl"
+    config, plans = plans_of(tmp_path / "store", *words)
+    why = cells(plan_page.page(config, plans))[f"fetch {name}"][1]
+    assert "(rows-1.jsonl) -> sha256:" in why and why.endswith("(rows-2.jsonl)")
+    assert f"{name}.config.source.path" in why
