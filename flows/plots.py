@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -239,7 +240,7 @@ def _is_drawn(path: Path, shown: Shown) -> bool:
     if figure is None:
         path.unlink(missing_ok=True)
         return False
-    partial_path = path.with_name(f"{path.name}.partial")
+    partial_path = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may share it
     figure.savefig(
         partial_path,
         format="png",
