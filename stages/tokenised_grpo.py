@@ -32,7 +32,7 @@ def in_step(trainer: Any) -> Iterator[None]:
             del model._is_fsdp_managed_module
 
 
-class TokenisedGRPOTrainer(GRPOTrainer):
+class TakesIds:
     """Takes a prompt by its place in the data, and its ids from there as they are.
 
     TRL 1.16 renders and tokenises messages itself, with today's template and not the data stage's,
@@ -51,19 +51,12 @@ class TokenisedGRPOTrainer(GRPOTrainer):
             return super()._generate_single_turn(*args, **kwargs)
 
 
-class TokenisedRLOOTrainer(RLOOTrainer):
-    """The same for RLOO."""
+class TokenisedGRPOTrainer(TakesIds, GRPOTrainer):
+    """GRPO by TRL."""
 
-    def __init__(self, asked: Asked, *args: Any, **kwargs: Any) -> None:
-        self.asked = asked
-        super().__init__(*args, **kwargs)
 
-    def _tokenize_prompts(self, prompts: Sequence[str]) -> Any:
-        return [self.asked.ids(place) for place in prompts], None, {}
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with in_step(self):
-            return super()._generate_single_turn(*args, **kwargs)
+class TokenisedRLOOTrainer(TakesIds, RLOOTrainer):
+    """RLOO by TRL."""
 
 
 TRAINERS: Mapping[str, tuple[Any, Any]] = {
