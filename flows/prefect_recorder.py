@@ -3,8 +3,9 @@
 Started by ``flows.prefect_server`` and by nothing else. It finds the configured API, or serves one
 of its own for as long as the run lasts, and closes the history of a run that was killed. It answers
 on standard output in JSON lines: ``{"log": path}``, any number of ``{"say": text}``, then one
-``{"url", "temporary"}`` when that API answers. On standard input it is told of a flow run and of
-each of its tasks; the end of the input, however it comes about, is the end of the process.
+``{"url", "temporary"}`` when that API answers. On standard input it is told of a flow run, of
+each of its tasks and of its end; the end of the input, however it comes about, is the end of the
+process.
 """
 
 import asyncio
@@ -189,7 +190,9 @@ def keep_history(*, temporary: bool) -> None:
     """Wait for the end of standard input, then settle what it told of."""
     told = [line.split() for line in sys.stdin]
     threading.Timer(EXIT_SECONDS, os._exit, args=(1,)).start()
-    for run in (run for kind, run in told if kind == "run"):
+    # What a server has stored of an ended run stays; ours may still have it in a queue.
+    ended = {run for kind, run in told if kind == "end" and not temporary}
+    for run in (run for kind, run in told if kind == "run" and run not in ended):
         num_tasks = sum(task == run for kind, task in told if kind == "task")
         settle(run, num_tasks=num_tasks, temporary=temporary)
 

@@ -31,7 +31,7 @@ class Api:
     lifeline: IO[str]
 
     def note(self, kind: str, run: str) -> None:
-        """Tell the recorder of a flow ``run``, or of a ``task`` of that run.
+        """Tell the recorder of a flow ``run``, of a ``task`` or of the ``end`` of that run.
 
         It needs to know in order to close the history of a run that was killed.
         """

@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from configs import Config
 from stages import rewards
 from stages.base import Context, Metrics, StageError
-from stages.evaluation import divergence, items, language_model, measures
-from stages.evaluation.intervals import Intervals
+from stages.evaluation import divergence, items, language_model
 from stages.evaluation.items import IGNORED, Row
 from stages.evaluation.ranks import Ranks, batches_by_length, joined
 from stages.rewards.config import Reward
+
+if TYPE_CHECKING:
+    from stages.evaluation.intervals import Intervals
 
 SAMPLES = "samples.jsonl"
 PROGRESS = "metrics.jsonl"
@@ -122,7 +124,7 @@ def evaluate(
     samples = _samples(config, prompts, inferred.answers, model / "model")
     rewarded = _rewarded(config, scorer, prompts, samples, baseline, folders.model)
     found = _items(rows, inferred.scores, samples)
-    measures.require_finite(found)
+    items.require_finite(found)
     items.write(ctx.out / items.NAME, found)
     items.write(ctx.out / SAMPLES, samples)
     return {**_measure(config, found, before), **rewarded, **_diverged(config, inferred)}
@@ -298,7 +300,7 @@ def _rewarded(
     mine = scorer(messages, [sample["generated"] for sample in samples], facts)
     for place, sample in enumerate(samples):
         sample["rewards"] = {name: scores[place] for name, scores in mine.items()}
-    intervals = Intervals(config.confidence, config.bootstrap_samples, config.seed)
+    intervals = _intervals(config)
     found = {_key("reward", name): intervals.mean(scores) for name, scores in mine.items()}
     if earlier := _earlier(baseline, samples):
         theirs = scorer(messages, earlier, facts)
@@ -326,7 +328,7 @@ def _earlier(baseline: Path | None, samples: Sequence[Mapping[str, Any]]) -> lis
 def _diverged(config: Evaluate, inferred: Inferred) -> dict[str, Any]:
     if not inferred.divergences:
         return {}
-    intervals = Intervals(config.confidence, config.bootstrap_samples, config.seed)
+    intervals = _intervals(config)
     nats, tokens = zip(*inferred.divergences, strict=True)
     return {
         "answers/kl": intervals.mean(nats),
@@ -361,7 +363,9 @@ def _measure(
     found: Sequence[Mapping[str, Any]],
     before: Sequence[Mapping[str, Any]] | None,
 ) -> Metrics:
-    intervals = Intervals(config.confidence, config.bootstrap_samples, config.seed)
+    from stages.evaluation import measures
+
+    intervals = _intervals(config)
     metrics: dict[str, Any] = {"confidence": config.confidence}
     for name in dict.fromkeys(item["set"] for item in found):
         places = [place for place, item in enumerate(found) if item["set"] == name]
@@ -374,3 +378,9 @@ def _measure(
             part = measures.preference_measures(now, then, intervals, beta=config.beta)
         metrics |= {f"{prefix}/{key}": value for key, value in part.items()}
     return metrics
+
+
+def _intervals(config: Evaluate) -> "Intervals":
+    from stages.evaluation.intervals import Intervals
+
+    return Intervals(config.confidence, config.bootstrap_samples, config.seed)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def content_hash(row: Mapping[str, Any]) -> str:
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line, published whole."""
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def require_finite(items: Iterable[Mapping[str, Any]]) -> None:
+    """Raise :class:`StageError` for the first row whose log-probability is not a number."""
+    for item in items:
+        for key in ("logp", "chosen_logp", "rejected_logp"):
+            if not math.isfinite(item.get(key, 0.0)):
+                raise StageError(
+                    f"{item['set']} row {item['index']}: {key} is {item[key]}; the model is "
+                    "broken, or its values overflow in this dtype (evaluate.config.dtype)"
+                )
 
 
 def read_matching(baseline: Path, rows: Sequence[Row]) -> list[Mapping[str, Any]]:

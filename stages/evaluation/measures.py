@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.base import StageError
 from stages.evaluation.intervals import Estimate, Intervals
 
 Items = Sequence[Mapping[str, Any]]
@@ -97,17 +96,6 @@ def preference_measures(
             "dpo_loss": intervals.mean(np.logaddexp(0, -beta * change)),
         }
     return measures
-
-
-def require_finite(items: Items) -> None:
-    """Raise :class:`StageError` for the first row whose log-probability is not a number."""
-    for item in items:
-        for key in ("logp", "chosen_logp", "rejected_logp"):
-            if not math.isfinite(item.get(key, 0.0)):
-                raise StageError(
-                    f"{item['set']} row {item['index']}: {key} is {item[key]}; the model is "
-                    "broken, or its values overflow in this dtype (evaluate.config.dtype)"
-                )
 
 
 def _column(items: Items, key: str) -> NDArray[np.float64]:
