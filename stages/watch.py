@@ -52,6 +52,7 @@ class Watch(TrainerCallback):
         self.rank = trainer.args.process_index
         self.metrics = ctx.out / "metrics.jsonl"
         self.last: tuple[float, float] | None = None
+        self.noted: dict[str, Any] = {}
         self.beats = Beats(ctx.out, heeds_stop=True)
         self.request = StopRequest(ctx.out)
         self.leaving = False
@@ -80,10 +81,8 @@ class Watch(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        noted = self.ctx.out / "ranks" / f"rank-{self.rank}.json"
-        facts = json.loads(noted.read_text())
-        if "optimizer_bytes" not in facts:
-            self._note(facts | {"optimizer_bytes": optimizer_bytes(self.trainer)})
+        if "optimizer_bytes" not in self.noted:
+            self._note({"optimizer_bytes": optimizer_bytes(self.trainer)})
         self._beat("step", state)
         if state.global_step < state.max_steps and self.request.agreed(self.ctx.device):
             self.leaving = control.should_save = control.should_training_stop = True
@@ -98,9 +97,8 @@ class Watch(TrainerCallback):
         self.saves.finish()
         if self.rank == 0:
             resume.discard_saving(self.ctx.out)
-        noted = json.loads((self.ctx.out / "ranks" / f"rank-{self.rank}.json").read_text())
         waited = {"saves": self.saves.count, "save_seconds": self.saves.seconds}
-        self._note(noted | waited | {"peak_bytes": memory_bytes(self.ctx.device)})
+        self._note(waited | {"peak_bytes": memory_bytes(self.ctx.device)})
 
     def on_log(
         self,
@@ -160,9 +158,11 @@ class Watch(TrainerCallback):
             write_atomically(self.metrics, "".join(f"{row}\n" for row in kept))
 
     def _note(self, facts: Mapping[str, Any]) -> None:
+        """Add to what ``ranks/rank-N.json`` says of this rank."""
+        self.noted |= facts
         folder = self.ctx.out / "ranks"
         folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"rank-{self.rank}.json", json.dumps(dict(facts), indent=2))
+        write_atomically(folder / f"rank-{self.rank}.json", json.dumps(self.noted, indent=2))
 
 
 def _is_whole(row: str) -> bool:
