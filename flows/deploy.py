@@ -29,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.yaml:
         print(as_yaml(), end="")
         return 0
+    from httpx import HTTPError
+
     try:
+        if options.notify and not options.automations:
+            raise ValueError("--notify is for the automations: add --automations")
         schedules = dict(map(_schedule, options.schedule))
         _wait_for_server(options.wait)
         with _client() as client:
@@ -43,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"the Prefect server cannot be reached: {error}; start one with `make ui`, or set "
+    except (OSError, HTTPError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(f"the Prefect server cannot be used: {said}; start one with `make ui`, or set "
               "PREFECT_API_URL", file=sys.stderr)  # fmt: skip
         return 1
     print("\n".join(names))
@@ -154,10 +159,11 @@ def _deploy_one(
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.schedules import CronSchedule
 
-    planned = cron and [
-        DeploymentScheduleCreate(schedule=CronSchedule(cron=cron, timezone=timezone), active=True)
-    ]
-    id_ = client.create_deployment(
+    schedules = _schedules(client, f"{flow.name}/{recipe.stem}")
+    if cron:
+        schedule = CronSchedule(cron=cron, timezone=timezone)
+        schedules = [DeploymentScheduleCreate(schedule=schedule, active=True)]
+    client.create_deployment(
         flow_id=flow_id,
         name=recipe.stem,
         entrypoint=flow.entrypoint,
@@ -168,11 +174,26 @@ def _deploy_one(
         parameter_openapi_schema=schema,
         enforce_parameter_schema=True,
         job_variables=job_variables(),
+        schedules=schedules,  # those that are not sent are deleted
     )
-    if planned:
-        for old in client.read_deployment_schedules(id_):
-            client.delete_deployment_schedule(id_, old.id)
-        client.create_deployment_schedules(id_, planned)
+
+
+def _schedules(client: "SyncPrefectClient", name: str) -> list[Any]:
+    """What the deployment ``name`` has, from the command line or the UI, as it is sent again."""
+    from prefect.client.schemas.actions import DeploymentScheduleCreate
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        there = client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        return []
+    return [
+        DeploymentScheduleCreate(
+            schedule=each.schedule, active=each.active, parameters=each.parameters, slug=each.slug,
+            max_scheduled_runs=each.max_scheduled_runs,
+        )
+        for each in client.read_deployment_schedules(there.id)
+    ]  # fmt: skip
 
 
 def as_yaml() -> str:

@@ -41,7 +41,7 @@ SERVER_SECONDS = 6 * 3600.0
 
 def begin(folder: Path, run: str, *, attempt: int) -> Path:
     """Write the run's file and start its keeper; the file."""
-    path = folder / FOLDER / f"{run}.json"
+    path = folder / FOLDER / f"{run}-{attempt}.json"  # the keeper before may still be at work
     path.parent.mkdir(parents=True, exist_ok=True)
     me = supervise.identity(os.getpid())
     write_atomically(path, json.dumps({"run": run, "attempt": attempt, "flow": me}))
@@ -57,8 +57,9 @@ def begin(folder: Path, run: str, *, attempt: int) -> Path:
 
 def note(path: Path, **facts: Any) -> None:
     """Add to the run's file: ``out`` and ``label`` of the stage at work, ``processes`` that are
-    told to stop, ``ending``."""
-    write_atomically(path, json.dumps(read(path) | facts))
+    told to stop, ``ending``. A run that has been settled meanwhile stays settled."""
+    if found := read(path):
+        write_atomically(path, json.dumps(found | facts))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -112,13 +113,19 @@ def _runs(process: Mapping[str, Any]) -> bool:
 
 
 def settle(path: Path, *, patience: float) -> Ending:
-    """Bring the run's state in line with what became of it; that. The run's file is gone after."""
+    """Bring the run's state in line with what became of it; that. The run's file is gone after.
+
+    A run that its server does not know any more, deleted or of another database, is settled too.
+    """
+    from prefect.exceptions import ObjectNotFound
+
     facts = read(path)
     if _job_is_alive(facts) and "ending" not in facts:
-        _say_that_it_ends(facts)
+        with suppress(ObjectNotFound):
+            _say_that_it_ends(facts)
         _wait_for_job(facts)
     ending = _ending(facts)
-    with _client() as client:
+    with suppress(ObjectNotFound), _client() as client:
         _correct(client, facts, ending, patience=patience)
     for gone in (path, path.with_suffix(".lock")):
         gone.unlink(missing_ok=True)
@@ -241,7 +248,8 @@ def _is_ours(run: Any, facts: Mapping[str, Any]) -> bool:
 def _correct(
     client: "SyncPrefectClient", facts: Mapping[str, Any], ending: Ending, *, patience: float
 ) -> None:
-    """Set the state until nobody has another word on it; then settle the tasks."""
+    """Set the state until nobody has another word on it; then settle the tasks. Neither is touched
+    once the run has been started again: they are the next attempt's."""
     run = _read(client, facts["run"])
     cancelled = run.state.is_cancelled() or run.state.is_cancelling()
     if "ending" not in facts and cancelled:
@@ -251,10 +259,10 @@ def _correct(
         if not _says(run.state, ending):
             client.set_flow_run_state(run.id, ending.state(), force=True)
         if time.monotonic() >= deadline:
+            _settle_tasks(client, facts["run"], ending)
             break
         time.sleep(2 * POLL_SECONDS)
         run = _read(client, facts["run"])
-    _settle_tasks(client, facts["run"], ending)
 
 
 def _says(state: Any, ending: Ending) -> bool:

@@ -81,13 +81,12 @@ def _in_order(flow: Deployable, asked: Asked, this: Run) -> Ending:
     config = _config(flow, asked)
     if run_names.GENERATED.fullmatch(this.run.name):
         _rename(this.run.id, run_names.name(config, datetime.now().date()))
+    if asked.mode == "plan":
+        return Ending("Planned", plan_page.line(_as_plan_task(flow, config, this)))
     with _alone(config, this) as other:
         if other:
             return Ending("Skipped", other)
-        plans = _as_plan_task(flow, config, this)
-        if asked.mode == "plan":
-            return Ending("Planned", plan_page.line(plans))
-        return _run(flow, config, plans, this)
+        return _run(flow, config, _as_plan_task(flow, config, this), this)
 
 
 def _config(flow: Deployable, asked: Asked) -> Any:
@@ -153,14 +152,16 @@ def _run(flow: Deployable, config: Any, plans: list[Plan], this: Run) -> Ending:
     outcome = Outcome[list[Artifact]]()
     with outcome, watch:
         outcome.value = flow.body(config, as_task(_executing(config, watch, this)))
-    if outcome.error is not None:
-        watch.change(word=first_line(outcome.error))
+    concluded = Outcome[Ending]()
+    with concluded:
+        artifacts = outcome.result()
+        this.say(f"report: {runs.finish(config, artifacts).absolute()}")
+        concluded.value = flow.conclude(config, artifacts) if flow.conclude else None
+    if concluded.error is not None:
+        watch.change(word=first_line(concluded.error))
         watch.finish(run_page.page(watch.board))
     artifacts = outcome.result()
-    path = runs.finish(config, artifacts)
-    this.say(f"report: {path.absolute()}")
-    concluded = flow.conclude(config, artifacts) if flow.conclude else None
-    ending = concluded or Ending("Completed", _counts(artifacts))
+    ending = concluded.result() or Ending("Completed", _counts(artifacts))
     watch.change(word=f"{ending.name}: {ending.message}")
     watch.finish(run_page.final_page(watch.board, runs.describe(config, artifacts)))
     return ending
@@ -327,6 +328,8 @@ def _set_running(this: Run, name: str, message: str) -> None:
     state = State(type=StateType.RUNNING, name=name, message=message)
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(this.run.id, state, force=True)
+        # The server counts each entry into a running state as a run.
+        keeper.note(this.record, attempt=client.read_flow_run(this.run.id).run_count)
 
 
 def _slug(text: str) -> str:

@@ -121,6 +121,8 @@ class Watch:
         if asked and self.told:
             return
         state = client.read_flow_run(self.run).state
+        if state is not None and state.is_crashed():
+            self._contradict(client)
         if state is None or not state.is_cancelling():
             self.cancelling_since = None
             return
@@ -131,6 +133,15 @@ class Watch:
         self.cancelling_since = self.cancelling_since or time.monotonic()
         if time.monotonic() - self.cancelling_since > WORKER_SECONDS:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _contradict(self, client: "SyncPrefectClient") -> None:
+        """After an outage the server's automation takes us for dead, and we are not."""
+        from prefect.states import Running
+
+        state = Running(message="goes on: its server was away")
+        client.set_flow_run_state(self.run, state, force=True)
+        # The server counts each entry into a running state as a run.
+        keeper.note(self.record, attempt=client.read_flow_run(self.run).run_count)
 
 
 def _stopping(board: Board, record: Path) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stages import manifest
+from stages.base import StageError
 
 FOLDER, POINTER, HISTORY = "promoted", "current", "history.jsonl"
 
@@ -17,14 +18,14 @@ def folder(store: Path, name: str) -> Path:
 
 
 def current(store: Path, name: str) -> Path | None:
-    """The promoted output, or ``None`` before the first. Raises ``ValueError`` for a pointer to
+    """The promoted output, or ``None`` before the first. Raises ``StageError`` for a pointer to
     an output that is gone."""
     pointer = folder(store, name) / POINTER
     if not pointer.is_symlink():
         return None
     out = pointer.resolve()
     if manifest.read(out) is None:
-        raise ValueError(
+        raise StageError(
             f"{pointer}: points to {out}, which is not a finished output; go back to an earlier "
             f"one (python -m flows.retrain --rollback {name}), or remove the pointer"
         )
@@ -69,8 +70,19 @@ def rollback(store: Path, name: str) -> Path:
     if manifest.read(out) is None:
         raise ValueError(f"{out}: was promoted before, and is no longer in the store")
     _point(where, out)
-    note(store, name, event="rolled back", output=_relative(where, out))
+    left = {"left": _relative(where, now)} if now else {}
+    note(store, name, event="rolled back", output=_relative(where, out), **left)
     return out
+
+
+def was_left(store: Path, name: str, out: Path) -> bool:
+    """Whether a rollback went back from ``out``, and it was not promoted again since."""
+    output, found = _relative(folder(store, name), out), False
+    for line in history(store, name):
+        if line["event"] == "promoted" and line["output"] == output:
+            found = False
+        found = found or line.get("left") == output
+    return found
 
 
 def current_or_dangling(where: Path) -> Path | None:

@@ -15,6 +15,7 @@ from configs import Config
 from flows import plots, reward_plots, reward_report
 from flows.markdown import cell, fenced, table
 from flows.progress import duration
+from stages.data import lines
 from stages.manifest import write_atomically
 
 NAME = "report.md"
@@ -365,8 +366,7 @@ def _samples(report: Report) -> list[str]:
 def _by_index(path: Path) -> dict[int, dict[str, Any]]:
     if not path.exists():
         return {}
-    samples = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {sample["index"]: sample for sample in samples}
+    return {sample["index"]: sample for sample in lines.rows(path)}
 
 
 def _data(report: Report, folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ from flows.endings import Ending
 from flows.sft_then_dpo import SFTThenDPO, sft_then_dpo
 from flows.steps import Artifact, Runner
 from stages import manifest
+from stages.base import StageError
 
 CANDIDATE, PROMOTED = "compare candidate", "compare promoted"
 
@@ -20,11 +21,14 @@ CANDIDATE, PROMOTED = "compare candidate", "compare promoted"
 class Gate(Config):
     """When a new model takes the place of the promoted one."""
 
-    metric: str = "preferences/test/accuracy_change"
+    metric: Literal[
+        "conversations/loss_change",
+        "conversations/exact_match_change",
+        "preferences/test/accuracy_change",
+        "preferences/test/margin_change",
+    ] = "preferences/test/accuracy_change"
     """A paired change that the evaluation of the new model measures against the promoted one, on
-    the held-out rows of the new data: ``conversations/loss_change``,
-    ``conversations/exact_match_change``, ``preferences/test/accuracy_change``,
-    ``preferences/test/margin_change``."""
+    the held-out rows of the new data."""
 
     larger_is_better: bool = True
     """Whether more of it is better; of a loss, less is."""
@@ -48,6 +52,8 @@ def retrain(config: Retrain, run: Runner) -> list[Artifact]:
     candidate, data = _candidate(artifacts), _last(artifacts, "tokenize_data")
     if promoted is None or promoted == candidate.path.resolve():
         return artifacts
+    if promotion.was_left(config.store, config.name, candidate.path):
+        return artifacts
     before = run(
         "evaluate",
         config.evaluate,
@@ -68,6 +74,11 @@ def conclude(config: Retrain, artifacts: list[Artifact]) -> Ending:
     if promotion.current(store, name) == candidate.path.resolve():
         promotion.note(store, name, event="nothing new", output=candidate.fingerprint)
         return Ending("Nothing new", "the data and the recipe are those of the promoted model")
+    if promotion.was_left(store, name, candidate.path):
+        promotion.note(store, name, event="nothing new", output=candidate.fingerprint)
+        return Ending(
+            "Nothing new", "a rollback has left this model; change the data or the recipe"
+        )
     compared = next((each for each in artifacts if each.label == CANDIDATE), None)
     if compared is None:
         promotion.promote(store, name, candidate.path, because="the first")
@@ -94,7 +105,7 @@ def _change(gate: Gate, out: Path) -> dict[str, float]:
     measures = json.loads((out / "metrics.json").read_text())
     if gate.metric not in measures:
         known = ", ".join(key for key in measures if key.endswith("_change"))
-        raise ValueError(f"gate.metric: {gate.metric} was not measured; there are {known}")
+        raise StageError(f"gate.metric: {gate.metric} was not measured; there are {known}")
     return measures[gate.metric]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.markdown import cell, table
+from stages.data import lines
 
 NUM_STEPS = 5
 """Steps from which answers are shown, evenly spaced, the first and the last among them."""
@@ -73,19 +74,13 @@ def answers(outputs: Mapping[str, Path]) -> list[str]:
     parts: list[str] = []
     for label, output in outputs.items():
         path = output / "samples.jsonl"
-        rows = _rows(path) if path.is_file() else []
+        rows = lines.rows(path) if path.is_file() else []
         if rows:
             parts += [f"### {label}", _table_of_answers(rows)]
     if not parts:
         return []
     about = "The first answers of some steps, evenly spaced and not picked."
     return ["## Answers while training", about, *parts]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``samples.jsonl``; a line that a kill cut short is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def _table_of_answers(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,6 +1,5 @@
 """Held-out loss, preferences, exact match, rewards and divergence of one model."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 from configs import Config
 from stages import rewards
 from stages.base import Context, Metrics, StageError
+from stages.data import lines
 from stages.evaluation import divergence, items, language_model
 from stages.evaluation.items import IGNORED, Row
 from stages.evaluation.ranks import Ranks, batches_by_length, joined
@@ -318,8 +318,7 @@ def _earlier(baseline: Path | None, samples: Sequence[Mapping[str, Any]]) -> lis
     path = baseline and baseline / SAMPLES
     if not path or not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    known = {each["index"]: each for each in map(json.loads, lines)}
+    known = {each["index"]: each for each in lines.rows(path)}
     if any(sample["index"] not in known for sample in samples):
         return []
     return [known[sample["index"]]["generated"] for sample in samples]

@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from configs import Config
 from stages import cpu_ranks, training
 from stages.base import Context, Metrics, StageError
+from stages.data import lines
 from stages.rewards.config import Rewards
 from stages.training import Training
 
@@ -262,7 +263,7 @@ class Notes:
         ]
         self.found = {}
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.write(lines.join(map(lines.dump, rows)))
 
     def _scores(self, place: int) -> dict[str, float]:
         named = {name: self.found[name][place] for name in self.weights}
@@ -273,9 +274,9 @@ class Notes:
         from stages.manifest import write_atomically
 
         self.begun = True
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] < step]
-        write_atomically(self.path, "".join(f"{line}\n" for line in kept))
+        rows = lines.rows(self.path) if self.path.exists() else []
+        kept = [row for row in rows if row["step"] < step]
+        write_atomically(self.path, lines.join(map(lines.dump, kept)))
 
 
 NAMES = {

@@ -120,6 +120,11 @@ class PPO(Training):
             )
         if self.liger_kernel:
             raise ValueError("ppo has no liger_kernel: it computes no fused loss")
+        if self.kl.kind == "adaptive" and self.kl.horizon <= self.rollout_size / 5:
+            raise ValueError(
+                f"kl.horizon must be more than a fifth of the {self.rollout_size} answers of a "
+                "rollout, or one update could make the price of divergence negative"
+            )
         return self
 
 

@@ -50,7 +50,8 @@ def _lock(name: str) -> int | None:
     where.mkdir(exist_ok=True)
     with suppress(PermissionError):
         where.chmod(0o1777)
-    file = os.open(where / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    # Another user's file cannot be written, and need not be to be locked.
+    file = os.open(where / f"{name}.lock", os.O_RDONLY | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -16,7 +16,8 @@ fi
 if [ ! -e "$folder/prefect_auth" ]; then
     printf 'admin:%s' "$(random)" >"$folder/prefect_auth"
 fi
-# The containers' user is not the owner of these files.
+# The containers' user is not the owner of these files, and each file is mounted by itself; nobody
+# else on this machine enters the folder.
 chmod 0644 "$folder/postgres_password" "$folder/prefect_auth"
-chmod 0711 "$folder"
+chmod 0700 "$folder"
 echo "user and password of the UI: $(cat "$folder/prefect_auth")"

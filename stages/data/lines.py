@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -32,6 +33,15 @@ def load(line: bytes) -> Any:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
         return json.loads(line.decode())
+
+
+def rows(path: Path) -> list[Any]:
+    """The values of a file's lines, in order; a last line that a kill has cut short is left out.
+
+    Not by ``str.splitlines``, which also splits at separators that JSON leaves as they are.
+    """
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    return [json.loads(line) for line in whole.split("\n") if line]
 
 
 def join(lines: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.base import StageError
+from stages.data import lines
 from stages.manifest import write_atomically
 
 NAME = "items.jsonl"
@@ -58,7 +59,7 @@ def content_hash(row: Mapping[str, Any]) -> str:
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line, published whole."""
-    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_atomically(path, lines.join(map(lines.dump, rows)))
 
 
 def require_finite(items: Iterable[Mapping[str, Any]]) -> None:
@@ -81,8 +82,7 @@ def read_matching(baseline: Path, rows: Sequence[Row]) -> list[Mapping[str, Any]
     path = baseline / NAME
     if not path.is_file():
         raise StageError(f"{path}: no such file; the baseline is an earlier output of evaluate")
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    by_place = {(item["set"], item["index"]): item for item in found}
+    by_place = {(item["set"], item["index"]): item for item in lines.rows(path)}
     for row in rows:
         before = by_place.get((row["set"], row["index"]))
         if before is None or before["id"] != row["id"]:

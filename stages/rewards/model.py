@@ -154,10 +154,17 @@ class RewardModel:
     ) -> list[float]:
         """The scaled score of each completion of a conversation, read at its last token."""
         turns = [
-            [*prompt, {"role": "assistant", "content": completion}]
+            [*prompt, {"role": "assistant", "content": self._as_text(completion)}]
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         return self.scale.applied(self.raw([self.ids(each) for each in turns]))
+
+    def _as_text(self, completion: str) -> str:
+        """An answer that spells one of this model's special tokens does not get that token: what
+        stands behind a spelt stop token would not be scored."""
+        if self.template.special is None:
+            return completion
+        return self.template.special.sub(lambda found: " ".join(found[0]), completion)
 
     def ids(self, turns: Messages) -> list[int]:
         """The ids of a conversation by this model's own tokenizer and template."""

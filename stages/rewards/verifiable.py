@@ -201,6 +201,8 @@ def _json_score(text: str, validator: Any, fenced: bool, for_json: float) -> flo
         return 0.0
     try:
         return 1.0 if validator.is_valid(value) else for_json
+    except (OverflowError, RecursionError):  # a number or a nesting that cannot be judged
+        return 0.0
     except Unresolvable as error:
         raise ValueError(f"the schema refers to {error.ref!r}, which is not in it") from None
 

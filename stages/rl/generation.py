@@ -16,6 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from stages.rl.actor_critic import bare
+
 Ids = list[int]
 ANSWERS = 0
 """Tells these random numbers from others that are drawn from the seed."""
@@ -56,6 +58,8 @@ def transformers_generator(model: Any, sampling: Sampling, *, batch_size: int) -
 
     Ranks with equally many prompts make equally many calls.
     """
+    # PEFT's shell has settings of its own and would leave them in the model, which is exported.
+    model = bare(model)
 
     def generate(prompts: Sequence[Ids], uniforms: np.ndarray) -> list[Answer]:
         order = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), row))

@@ -63,13 +63,17 @@ class Lesson:
     """Only the critic learns."""
 
 
-def learn(work: Work, update: int, rolled: Rollout, taught: Targets) -> dict[str, float]:
+def learn(
+    work: Work, update: int, rolled: Rollout, taught: Targets, *, taken: int
+) -> dict[str, float]:
     """Passes over one rollout, a step for each minibatch; means over all tokens that were seen.
 
-    Ends early once the policy is ``stop_at_kl`` from the one that sampled.
+    ``taken`` steps were made before this rollout. Ends early once the policy is ``stop_at_kl`` from
+    the one that sampled.
     """
     config, engine = work.config, work.engine
     warming = update < config.critic_warmup
+    idle = config.critic_warmup * work.steps_an_update
     sums, norms, rate = torch.zeros(len(SUMS), dtype=torch.float64), [], 0.0
     for number, whole, mine in _minibatches(work, update):
         step = update * work.steps_an_update + number
@@ -77,7 +81,8 @@ def learn(work: Work, update: int, rolled: Rollout, taught: Targets) -> dict[str
         lesson = Lesson(rolled, taught, float(rolled.mask[list(whole)].sum()), warming)
         seen: list[Seen] = []
         losses = [partial(_loss, work, lesson, rows, seen) for rows in mine]
-        norms.append(engine.step(losses, rate=rate, policy_rate=0.0 if warming else 1.0))
+        policy_rate = after_idling(config.adam_betas, taken + number + 1 - idle, idle=idle)
+        norms.append(engine.step(losses, rate=rate, policy_rate=policy_rate))
         if number == 0:
             _check_ratio(work, seen)
         found = engine.total(torch.stack([each.sums for each in seen]).sum(0)).cpu()
@@ -141,6 +146,23 @@ def learning_rate(config: "PPO", step: int, num_steps: int) -> float:
     if config.schedule == "linear":
         return 1 - done
     return (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1.0
+
+
+def after_idling(betas: tuple[float, float], step: int, *, idle: int) -> float:
+    """What makes Adam's ``step`` (from 1) after ``idle`` ones without a gradient as long as without
+    them; 0 while it idles.
+
+    Adam divides its means m and v by 1 - beta^t (arXiv:1412.6980, algorithm 1). Idle steps count in
+    t and not in the means: m is trusted too much, and v too little by more.
+    """
+    if step < 1:
+        return 0.0
+    first, second = (_bias(beta, step) / _bias(beta, step + idle) for beta in betas)
+    return math.sqrt(second) / first
+
+
+def _bias(beta: float, step: int) -> float:
+    return 1 - beta**step
 
 
 def check_reference(work: Work, rolled: Rollout) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from stages import resume
 from stages.base import Metrics
+from stages.data import lines
 from stages.manifest import write_atomically
 from stages.rewards import prompts
 from stages.rl.generation import Answer, transformers_generator, uniforms
@@ -80,7 +81,7 @@ def train(work: Work) -> Metrics:
             check_reference(work, rolled)
         taught = targets(work.config, rolled, kl_coefficient=progress.kl_coefficient)
         with clock.measure("train"):
-            learned = learn(work, progress.update, rolled, taught)
+            learned = learn(work, progress.update, rolled, taught, taken=progress.steps)
         figures = describe(rolled, taught) | learned | {"kl_coefficient": progress.kl_coefficient}
         _write_samples(work, progress.update + 1, rolled)
         progress = _next(work, progress, rolled, figures)
@@ -225,7 +226,7 @@ def _write_samples(work: Work, step: int, rolled: Rollout) -> None:
     """The first answers of the rollout, for people."""
     if not work.engine.accelerator.is_main_process:
         return
-    with (work.ctx.out / SAMPLES).open("a") as file:
+    with (work.ctx.out / SAMPLES).open("a", encoding="utf-8") as file:
         for place, each in enumerate(rolled.samples[:SHOWN]):
             row = int(work.order[(step - 1) * work.split.num + place])
             shown = {
@@ -238,16 +239,14 @@ def _write_samples(work: Work, step: int, rolled: Rollout) -> None:
                 "tokens": len(each.answer),
                 "ended": each.ended,
             }
-            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
+            file.write(f"{lines.dump(shown)}\n")
 
 
 def _drop_samples_after(path: Path, step: int) -> None:
-    """A resumed run does these updates again; a kill may have cut the last line short."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    write_atomically(path, "".join(f"{line}\n" for line in kept))
+    """A resumed run does these updates again."""
+    if path.exists():
+        kept = [row for row in lines.rows(path) if row["step"] <= step]
+        write_atomically(path, lines.join(map(lines.dump, kept)))
 
 
 def _summary(out: Path, resumed_from: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers import (
 
 from stages import training
 from stages.base import StageError
+from stages.rewards.model import check
 from stages.rl.actor_critic import ActorCritic, remove_dropout, trainable
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def _critic(config: "PPO", policy: Path, reward: Path | None) -> Any:
         if reward is None:
             raise StageError("ppo.config.critic: reward needs the input `reward`")
         source = reward
+        check(reward)
         _same_tokens(policy, reward)
     loaded: Any = AutoModelForSequenceClassification.from_pretrained(
         str(source), num_labels=1, initializer_range=0.0, output_loading_info=True, **_how(config)

@@ -88,6 +88,7 @@ def test_prefect_yaml_is_what_deploy_writes() -> None:
     [
         ([], "PREFECT_API_URL is not set"),
         (["--schedule", "tiny"], "written FLOW/RECIPE=CRON"),
+        (["--notify", "block"], "add --automations"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(
@@ -120,6 +121,33 @@ def test_it_prints_its_address_soon_and_has_every_flow(served: Product) -> None:
     assert {each["name"] for each in found} == names
     assert all(each["enforce_parameter_schema"] for each in found)
     assert all(each["entrypoint"].startswith("flows.prefect_flows.") for each in found)
+
+
+def test_registering_again_keeps_the_schedules_that_are_not_named(served: Product) -> None:
+    def crons() -> list[str]:
+        found = product.ask(served.api, "/deployments/name/retrain/tiny")["schedules"]
+        return [each["schedule"]["cron"] for each in found]
+
+    env = product.environment(served.home, PREFECT_API_URL=served.api)
+    for words, expected in (
+        (["--schedule", "retrain/tiny=0 3 1 1 *"], ["0 3 1 1 *"]),
+        ([], ["0 3 1 1 *"]),
+        (["--schedule", "retrain/tiny=0 4 1 1 *"], ["0 4 1 1 *"]),
+    ):
+        argv = [sys.executable, "-m", "flows.deploy", *words]
+        subprocess.run(argv, env=env, cwd=served.home, check=True, capture_output=True)
+        assert crons() == expected
+
+
+def test_a_server_that_is_away_is_one_line(tmp_path: Path) -> None:
+    env = product.environment(tmp_path, PREFECT_API_URL="http://127.0.0.1:9/api")
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.deploy"],
+        env=env | {"PREFECT_CLIENT_MAX_RETRIES": "0"},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,16 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
     assert first == again and re.search(r"admin:[0-9a-f]{48}", first)
     password = (tmp_path / "secrets" / "postgres_password").read_text()
     assert re.fullmatch(r"[0-9a-f]{48}", password)
+    assert (tmp_path / "secrets").stat().st_mode & 0o077 == 0
+
+
+def test_the_workers_health_check_does_not_find_itself() -> None:
+    (_, check) = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["worker"][
+        "healthcheck"
+    ]["test"]
+    pattern = re.search(r"'(.*)'", check)
+    assert pattern and not re.search(pattern[1], check)
+    assert re.search(pattern[1], "python -m prefect worker start")
 
 
 def test_the_image_is_pinned_and_not_roots() -> None:

@@ -61,6 +61,17 @@ def test_the_flows_own_word_counts_and_without_it_the_files_do(tmp_path: Path) -
     assert "goes on, and Retry attaches" in keeper._ending(facts | {"outlives": True}).message
 
 
+def test_a_retry_has_a_record_of_its_own_and_a_settled_one_stays_settled(tmp_path: Path) -> None:
+    first = keeper.begin(tmp_path, "run", attempt=1)
+    second = keeper.begin(tmp_path, "run", attempt=2)
+    assert first != second
+    first.unlink()
+    keeper.note(first, asked=True)
+    keeper.note(second, asked=True)
+    assert not first.exists() and keeper.read(second)["asked"]
+    second.unlink()
+
+
 def test_a_process_that_nobody_has_collected_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     identity = supervise.identity(process.pid)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from configs import RECIPES, load
+from configs import RECIPES, ConfigError, load
 from flows import promotion
 from flows.retrain import CANDIDATE, Retrain, conclude
 from flows.steps import Artifact
 from stages import manifest
+from stages.base import StageError
 from stages.manifest import Identity, Manifest
 from tests.small import python
 
@@ -85,10 +86,12 @@ def test_less_of_a_loss_is_better(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_was_not_measured_is_refused_with_those_that_were(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "gate.metric=accuracy")
+    with pytest.raises(ConfigError, match=r"gate\.metric"):
+        config_of(tmp_path, "gate.metric=accuracy")
+    config = config_of(tmp_path, "gate.metric=conversations/exact_match_change")
     conclude(config, [output(tmp_path, "convert", 1)])
     measured = output(tmp_path, "evaluate", 2, **change(0.1, 0.0, 0.2))
-    with pytest.raises(ValueError, match="there are preferences/test/accuracy_change"):
+    with pytest.raises(StageError, match="there are preferences/test/accuracy_change"):
         conclude(config, [output(tmp_path, "convert", 2), measured])
 
 
@@ -104,6 +107,22 @@ def test_rollback_is_one_command_and_goes_back_one_model_each_time(tmp_path: Pat
     assert done.returncode == 2 and "nothing was promoted before" in done.stderr
     done = python("-m", "flows.retrain", "--history", NAME, "--store", str(tmp_path))
     assert done.stdout.count("rolled back") == 2
+
+
+def test_what_a_rollback_left_is_not_promoted_again_by_a_run_that_finds_nothing_new(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path)
+    old, new = output(tmp_path, "convert", 1), output(tmp_path, "convert", 2)
+    better = output(tmp_path, "evaluate", 2, **change(0.06, 0.03, 0.09))
+    conclude(config, [old])
+    assert conclude(config, [new, better]).name == "Promoted"
+    promotion.rollback(tmp_path, NAME)
+    found = conclude(config, [new, better])
+    assert found.name == "Nothing new" and "rollback" in found.message
+    assert promotion.current(tmp_path, NAME) == old.path.resolve()
+    newest = output(tmp_path, "convert", 3)
+    assert conclude(config, [newest, better]).name == "Promoted"
 
 
 def test_a_pointer_to_a_model_that_is_gone_is_an_error_with_a_way_out(tmp_path: Path) -> None:

@@ -446,6 +446,11 @@ def test_company_and_padding_change_no_answer_and_no_score(world: Path) -> None:
     together = transformers_generator(module.policy, sampling, batch_size=3)(prompts, drawn)
     singly = transformers_generator(module.policy, sampling, batch_size=1)(prompts, drawn)
     assert together == singly
+    lora = PPO.model_validate({"method": {"kind": "lora"}})
+    adapted = models.load(lora, world / "policy" / "model", None).eval().policy
+    theirs = adapted.get_base_model().generation_config.to_dict()
+    assert transformers_generator(adapted, sampling, batch_size=3)(prompts, drawn) == together
+    assert adapted.get_base_model().generation_config.to_dict() == theirs  # it is exported
     assert len({len(answer.ids) for answer in together}) > 1
     pairs = [(prompt, answer.ids) for prompt, answer in zip(prompts, together, strict=True)]
     whole = batch(pairs, torch.device("cpu"))

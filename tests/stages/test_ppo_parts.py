@@ -11,7 +11,7 @@ from stages.ppo import PPO
 from stages.rl.advantages import advantages_and_returns, explained_variance, whiten
 from stages.rl.generation import Answer, Draw, Sampling, _to_stop, uniforms
 from stages.rl.kl import ESTIMATORS, AdaptiveKL, FixedKL, next_coefficient
-from stages.rl.learning import learning_rate
+from stages.rl.learning import after_idling, learning_rate
 from stages.rl.losses import policy_loss, value_loss
 from stages.rl.rollout import Rollout, Sample, Split, batch, describe, rollout, targets
 from stages.rl.work import prompt_order
@@ -35,6 +35,28 @@ def test_the_adaptive_coefficient_rises_and_falls() -> None:
     assert next_coefficient(config, 0.15, kl=1, num=256) == pytest.approx(0.15 * (1 - 0.00512))
     assert next_coefficient(config, 0.15, kl=6.3, num=256) == pytest.approx(0.15 * (1 + 0.00128))
     assert next_coefficient(FixedKL(coefficient=0.2), 0.2, kl=12, num=256) == 0.2
+
+
+def test_a_price_of_divergence_can_not_become_negative() -> None:
+    with pytest.raises(ValueError, match="a fifth of the 128 answers"):
+        PPO.model_validate({"kl": {"kind": "adaptive", "horizon": 25}, "global_batch_size": 32})
+
+
+def test_steps_after_a_warm_up_are_as_long_as_without_one() -> None:
+    def lengths(idle: int) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        adam, seen = torch.optim.Adam([weight], lr=1.0), [0.0]
+        for step in range(1 - idle, 31):
+            factor = after_idling((0.9, 0.999), step, idle=idle)
+            assert (factor == 0) == (step < 1)
+            adam.param_groups[0]["lr"] = factor
+            weight.grad = torch.full((1,), float(step > 0) * (1 + step % 3))
+            adam.step()
+            if step > 0:
+                seen.append(float(weight.detach()))
+        return [after - before for before, after in pairwise(seen)]
+
+    assert lengths(160) == pytest.approx(lengths(0), rel=1e-3)
 
 
 @pytest.mark.parametrize("padding", [0, 1, 5])

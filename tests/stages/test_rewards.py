@@ -115,6 +115,8 @@ def test_json_schema_takes_what_the_schema_accepts() -> None:
     assert scores("json_schema", said[1:4], schema=schema, for_json=0.5) == [0.5, 0.5, 0]
     fenced = f"Here:\n```json\n{said[0]}\n```\nDone."
     assert scores("json_schema", [fenced], schema=schema) == [0]
+    multiple = {"type": "number", "multipleOf": 0.01}
+    assert scores("json_schema", ["1e400", "2"], schema=multiple) == [0, 1]
     assert scores("json_schema", [fenced], schema=schema, fenced=True) == [1]
 
 
