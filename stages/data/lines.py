@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ def rows(path: Path) -> list[Any]:
 
     Not by ``str.splitlines``, which also splits at separators that JSON leaves as they are.
     """
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in whole.split("\n") if line]
+    whole, _, last = path.read_text(encoding="utf-8").rpartition("\n")
+    found = [json.loads(line) for line in whole.split("\n") if line]
+    with suppress(ValueError):  # a row that lacks no more than its line break counts
+        found.append(json.loads(last))
+    return found
 
 
 def join(lines: Iterable[str]) -> str:
