@@ -50,8 +50,14 @@ def _lock(name: str) -> int | None:
     where.mkdir(exist_ok=True)
     with suppress(PermissionError):
         where.chmod(0o1777)
-    # Another user's file cannot be written, and need not be to be locked.
-    file = os.open(where / f"{name}.lock", os.O_RDONLY | os.O_CREAT, 0o644)
+    path = where / f"{name}.lock"
+    try:
+        # Another user's file need not be written to be locked, and in a folder for all users the
+        # kernel refuses to open it as if to create it.
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        os.fchmod(file, 0o644)  # whatever the umask
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

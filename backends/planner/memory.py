@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from backends import DeepSpeed
+from backends import FSDP, DeepSpeed
 from backends.planner.block import EXPERTS, FLOAT32, ROUTER, Layer, replay_layer, replay_loss
 from backends.planner.model import Model
 from backends.planner.tape import Replay
@@ -262,7 +262,7 @@ def state_bytes(optimizer: str, element: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _sizes(model: Model, work: Work, spread: Spread) -> Sizes:
-    compute = FLOAT32 if work.precision == "fp32" else 2
+    compute = compute_bytes(work)
     held = FLOAT32 if work.precision != "bf16" and not spread.master else compute
     full = work.method == "full"
     element = (compute if spread.master else held) if full else FLOAT32
@@ -298,6 +298,11 @@ def _root_in_use(model: Model, spread: Spread) -> int:
     return model.root_parameters
 
 
+def compute_bytes(work: Work) -> int:
+    """Bytes of a value in the matrix products."""
+    return FLOAT32 if work.precision == "fp32" else 2
+
+
 def _base_bytes(model: Model, work: Work, element: int) -> tuple[float, float, float]:
     """(all layers without undivided scales, undivided scales, the largest layer)."""
     if work.method != "qlora":
@@ -310,6 +315,11 @@ def _base_bytes(model: Model, work: Work, element: int) -> tuple[float, float, f
 
 
 # -- How a backend divides it ----------------------------------------------------------------------
+
+
+def reduce_bytes(backend: FSDP, work: Work) -> int:
+    """Bytes of a gradient while FSDP sums it; ``reduce_dtype`` counts under bfloat16 compute."""
+    return FLOAT32 if backend.reduce_dtype == "float32" else compute_bytes(work)
 
 
 def _whole(_: Work, setup: Setup) -> Spread:
@@ -333,7 +343,7 @@ def _fsdp(work: Work, setup: Setup) -> Spread:
         gradients_leave=backend.cpu_offload,
         retains_inputs=work.fsdp_version == 1,
         prefetches=work.fsdp_version == 2,
-        reduces_in=FLOAT32 if backend.reduce_dtype == "float32" else 2,
+        reduces_in=reduce_bytes(backend, work),
     )
 
 

@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 
 from backends import DDP, FSDP, DeepSpeed
 from backends.planner.hardware import GB, Link, Machine
-from backends.planner.memory import num_adapter_parameters, quantised_bytes
+from backends.planner.memory import (
+    compute_bytes,
+    num_adapter_parameters,
+    quantised_bytes,
+    reduce_bytes,
+)
 from backends.planner.model import Model
 from backends.planner.work import Setup, Work
 
@@ -225,11 +230,6 @@ def trained_parameters(model: Model, work: Work) -> int:
     return model.num_parameters if work.method == "full" else num_adapter_parameters(model, work)
 
 
-def compute_bytes(work: Work) -> int:
-    """Bytes of a value in the matrix products."""
-    return 4 if work.precision == "fp32" else 2
-
-
 def weight_bytes(model: Model, work: Work) -> float:
     """The whole model as it is computed with, and so as it travels; NF4 stays packed, and its
     scales stay in every rank.
@@ -426,10 +426,9 @@ def _zero_traffic(
     ranks, gradients = setup.world_size, compute_bytes(work) * trained
     last = gradients / (model.num_layers + 1)
     if backend.zero_stage == 1:
-        bits = 1 / 16 if backend.communication == "one_bit_adam" else 1.0
-        return Traffic(
-            step_reduce=bits * gradients, step_gather=bits * gradients, shard_ranks=ranks
-        )
+        # After its warm-up 1-bit Adam sends a bit of each value, whatever its type.
+        sent = trained / 8 if backend.communication == "one_bit_adam" else gradients
+        return Traffic(step_reduce=sent, step_gather=sent, shard_ranks=ranks)
     if backend.zero_stage == 2:
         return Traffic(
             micro_reduce=gradients, step_gather=gradients, last_unit=last, shard_ranks=ranks
@@ -456,7 +455,7 @@ def _fsdp_traffic(
     others: float,
 ) -> Traffic:
     """The root unit stays gathered from forward to backward; ``grad_op`` keeps every unit."""
-    width = 4 if backend.reduce_dtype == "float32" or work.precision == "fp32" else 2
+    width = reduce_bytes(backend, work)
     kept = root if backend.whole_embedding else 0.0
     group = setup.shard_ranks
     return Traffic(

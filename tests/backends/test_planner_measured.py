@@ -1,6 +1,5 @@
 """The planner's bytes against bytes that were measured: fake tensors, real ranks, public runs."""
 
-import csv
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,9 +13,9 @@ from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources
 from backends.planner.memory import memory
 from backends.planner.model import find_model, read_config
 from backends.planner.work import Method, Setup, Work
-from tests.small import ROOT, Run, run_jobs
+from tests.benchmarks import bench_planner_memory as bench
+from tests.small import Run, run_jobs
 
-MEASURED = ROOT.parent / "shared" / "knowledge" / "memory"
 ROWS, SEQUENCE = 4, 512
 SHAPE = {
     "hidden_size": 256,
@@ -209,38 +208,11 @@ def test_two_real_ranks_hold_what_was_planned(name: str, small: Path, tmp_path: 
             assert planned.optimizer == pytest.approx(rank["optimizer_bytes"], rel=0.02)
 
 
-def exact_rows() -> list[dict[str, str]]:
-    path = MEASURED / "exact_llama3_8b.csv"
-    if not path.exists():
-        pytest.skip("the measured rows are not beside this project")
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def planned_row(row: dict[str, str]) -> int:
-    """Of a public run: packed rows of 4096 tokens, adapters of rank 16 in the attention."""
-    ranks, micro_batch = int(row["gpus"]), int(row["batch_per_gpu"])
-    method: Any = row["method"]
-    work = Work(
-        method=method,
-        precision="fp32-master" if row["backend"] == "fsdp32" else "bf16",
-        loss="fused" if row["loss"] == "foak" else "chunked",
-        lora_targets="attention",
-        fused_kernels=method == "qlora",
-        fsdp_version=1,
-        global_batch=ranks * micro_batch,
-    )
-    resources = Resources(
-        ranks_per_node=ranks,
-        device="cuda",
-        micro_batch_size=micro_batch,
-        gradient_checkpointing=True,
-    )
-    backend = Local() if row["backend"] == "single" else FSDP()
-    return memory(find_model(row["model"]), work, Setup(backend, resources)).total
-
-
 def test_published_exact_peaks() -> None:
-    errors = [abs(planned_row(row) / int(row["peak_bytes"]) - 1) for row in exact_rows()]
+    if not bench.FOLDER.is_dir():
+        pytest.skip("the measured rows are not beside this project")
+    rows = list(map(bench.exact, bench.read("exact_llama3_8b.csv")))
+    errors = [abs(row.planned.total / row.measured - 1) for row in rows if row.measured]
+    assert len(errors) == len(rows)
     assert median(errors) <= 0.005
     assert max(errors) <= 0.02

@@ -15,6 +15,7 @@ from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources
 from backends.planner import ranking, seconds
 from backends.planner.explain import explain
 from backends.planner.hardware import GB, GIB, Link, Machine, find_machine, found_machine
+from backends.planner.memory import reduce_bytes
 from backends.planner.model import Model, find_model, read_config
 from backends.planner.ranking import Limits, describe, judge, ladder, options, refusals
 from backends.planner.seconds import StepTime, step_time, traffic
@@ -279,8 +280,19 @@ def test_published_directions_and_ratios(case: bench.Case) -> None:
     assert abs(found / case.published - 1) <= 0.25
 
 
+def test_both_halves_sum_gradients_in_the_type_that_training_sums_them_in() -> None:
+    """Under float32 compute ``reduce_dtype`` is not read, and a bit is a bit."""
+    half = FSDP(reduce_dtype="bfloat16")
+    fp32, bf16 = Work(precision="fp32"), Work(precision="bf16")
+    assert [reduce_bytes(half, fp32), reduce_bytes(half, bf16)] == [4, 2]
+    assert reduce_bytes(FSDP(), bf16) == 4
+    model, one_bit = find_model(QWEN), DeepSpeed(zero_stage=1, communication="one_bit_adam")
+    sent = [traffic(model, work, setup(one_bit, ranks=8)).step_reduce for work in (fp32, bf16)]
+    assert sent == [model.num_parameters / 8] * 2
+
+
 def test_relative_speeds_of_the_exact_table() -> None:
-    if not bench.EXACT.is_file():
+    if not bench.FOLDER.is_dir():
         pytest.skip("the table of exact measurements is not here")
     pairs = [(said, found) for _, said, found in bench.exact_rows()]
     scale = median(found / said for said, found in pairs)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from backends.base import Launch
 from backends.placement import ThisMachine, slots
 from backends.placement.local import Silence, visible_gpus
+from tests.small import ROOT
 
 LEAVES_A_GRANDCHILD = """
 import os, signal, subprocess, sys, time
@@ -216,3 +219,34 @@ def test_two_jobs_never_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     assert ThisMachine().run(launch, gpus=3, log=log, lock=1, poll=poll) == 0
     assert waited and log.read_text() == "x2\nx0,x1,x2\n"
+
+
+SECOND_USER = """
+import os, sys
+from pathlib import Path
+from backends.placement import slots
+slots.folder = lambda: Path(sys.argv[1])
+os.setgid(65534)
+os.setuid(65534)
+print(*slots.take(1, visible=["0", "1"], poll=lambda: None)[0])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_users_of_one_machine_see_each_others_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own folders are closed to others
+    monkeypatch.setattr(slots, "folder", lambda: shared)
+    before = os.umask(0o077)
+    try:
+        held, locks = slots.take(1, visible=["0", "1"], poll=lambda: None)
+    finally:
+        os.umask(before)
+    try:
+        argv = [sys.executable, "-c", SECOND_USER, str(shared)]
+        told = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert (held, told.stdout.split()) == (["0"], ["1"])
+    finally:
+        slots.release(locks)
+        shutil.rmtree(shared)

@@ -8,10 +8,8 @@ within 3 % of one another in both. What a source leaves unsaid (row length, card
 the comment beside the case says.
 """
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 from backends import DDP, FSDP, DeepSpeed, NamedBackend, Resources
@@ -19,9 +17,10 @@ from backends.planner.hardware import Machine, find_machine
 from backends.planner.model import find_model, read_config
 from backends.planner.seconds import step_time
 from backends.planner.work import Setup, Work
+from tests.benchmarks.bench_planner_memory import FOLDER, exact, read
 from tests.benchmarks.table import show
 
-EXACT = Path(__file__).parents[2] / "../shared/knowledge/memory/exact_llama3_8b.csv"
+EXACT = "exact_llama3_8b.csv"
 TIE = 1.03
 LLAMA_2B = {
     # 1.98e9 parameters: the llama2b of oumi's benchmarks, a Llama of 24 layers of 2560.
@@ -232,23 +231,11 @@ def right(published: float, predicted: float) -> bool:
 
 def exact_rows() -> Iterator[tuple[str, float, float]]:
     """(row, published, predicted) tokens/s of each GPU in the exact table."""
-    model = find_model("meta-llama/Meta-Llama-3-8B")
-    with EXACT.open() as rows:
-        for row in csv.DictReader(rows):
-            micro, ranks = int(row["batch_per_gpu"]), int(row["gpus"])
-            fsdp = row["backend"].startswith("fsdp")
-            work = Work(
-                method=row["method"],  # pyright: ignore[reportArgumentType]
-                precision="fp32-master" if row["backend"] == "fsdp32" else "bf16",
-                loss="fused" if row["loss"] == "foak" else "chunked",
-                fused_kernels=not fsdp,
-                global_batch=micro * ranks,
-            )
-            machine = find_machine(f"{ranks}xA100-80GB")
-            setup = Setup(FSDP() if fsdp else DDP(), resources(machine, micro))
-            rate = step_time(model, work, setup, machine).tokens_per_second_per_gpu
-            name = " ".join(row[key] for key in ("gpus", "backend", "method", "batch_per_gpu"))
-            yield f"{name} {row['loss']}", float(row["tokens_per_s_per_gpu"]), rate
+    for raw in read(EXACT):
+        row = exact(raw)
+        machine = find_machine(f"{raw['gpus']}xA100-80GB")
+        rate = step_time(row.model, row.work, row.setup, machine).tokens_per_second_per_gpu
+        yield row.source, float(raw["tokens_per_s_per_gpu"]), rate
 
 
 def main() -> None:
@@ -269,7 +256,7 @@ def main() -> None:
         )
     head = ("faster / slower", "published", "planner", "off", "direction", "source")
     show("How many times as long the second takes", head, rows)
-    if not EXACT.is_file():
+    if not FOLDER.is_dir():
         return
     exact = list(exact_rows())
     scale = median(found / said for _, said, found in exact)
