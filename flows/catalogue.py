@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from configs import RECIPES, Config, read
+from flows.approval import Ask
+from flows.convert import Conversion, convert
 from flows.endings import Ending
+from flows.evaluate import Evaluation, evaluate
 from flows.retrain import Retrain, conclude, retrain
 from flows.sft_then_dpo import SFTThenDPO, sft_then_dpo
 from flows.sft_then_ppo import SFTThenPPO, sft_then_ppo
@@ -25,7 +28,7 @@ class Deployable:
     about: str
     """One line for the list of deployments."""
 
-    conclude: Callable[[Any, list[Artifact]], Ending | None] | None = None
+    conclude: Callable[[Any, list[Artifact], Ask], Ending | None] | None = None
     """What is left to do once every stage is there; its word on how the run ended."""
 
     @property
@@ -63,6 +66,18 @@ FLOWS = {
             retrain,
             "The same whenever the data have changed; the model is promoted if it is not worse.",
             conclude,
+        ),
+        Deployable(
+            "evaluate",
+            Evaluation,
+            evaluate,
+            "A model measured on conversations and preferences, alone or against another.",
+        ),
+        Deployable(
+            "convert",
+            Conversion,
+            convert,
+            "An adapter, shards or a whole checkpoint made into one plain model folder.",
         ),
     )
 }

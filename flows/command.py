@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from configs import RECIPES, ConfigError, load
-from flows import probe, report, runs
+from flows import approval, probe, report, runs
 from flows.endings import Ending
 from flows.failures import CANCELLED, PREEMPTED, StageFailed
 from flows.prefect_server import PrefectError
 from flows.progress import duration
-from flows.run_stage import plan, run_stage
+from flows.run_stage import Plan
 from flows.steps import Artifact, Runner, Step
 from stages.base import StageError
 
 Body = Callable[[Any, Runner], list[Artifact]]
-Conclude = Callable[[Any, list[Artifact]], Ending | None]
+Conclude = Callable[[Any, list[Artifact], approval.Ask], Ending | None]
 CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT, REQUEUE_EXIT = 2, 1, 130, 75
 
 
@@ -53,7 +53,11 @@ def main(
             return show_plan(config, body, probing=options.probe)
         say(f"{config.name}: {name}, recipe {recipe}")
         refuse_early(config, body)
-        return _run(config, body, name=name, engine=options.engine, conclude=conclude)
+        with runs.lock(config) as take:
+            if not take():
+                say(f"another run named {config.name} is at work; waiting for it to end")
+                runs.wait_for(take)
+            return _run(config, body, name=name, engine=options.engine, conclude=conclude)
     except (ConfigError, StageFailed, StageError, PrefectError) as error:
         print(error, file=sys.stderr)
         if isinstance(error, StageFailed) and error.kind in (PREEMPTED, CANCELLED):
@@ -128,17 +132,10 @@ def _run(config: Any, body: Body, *, name: str, engine: str, conclude: Conclude 
     draw = ThreadPoolExecutor(1)
 
     def execute(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
-        planned = plan(stage, step, config.store, label=label, inputs=inputs)
-        runs.link(config, planned.promised)
-        if not planned.finished:
-            verb = "resuming" if planned.checkpoint else "running"
-            say(f"{label}: {verb} ({planned.remaining[0].text})")
-        artifact = run_stage(planned, say=say)
+        artifact = runs.carry_out(config, stage, step, label=label, inputs=inputs, say=say)
         made.append(artifact)
         if artifact.status != "reused":
             draw.submit(runs.draw, config, list(made))  # while the next stage runs
-        took = f" in {artifact.seconds:.1f} s" if artifact.status != "reused" else ""
-        say(f"{label}: {artifact.status}{took}")
         return artifact
 
     runs.begin(config)
@@ -154,31 +151,29 @@ def _run(config: Any, body: Body, *, name: str, engine: str, conclude: Conclude 
     path = runs.finish(config, artifacts)
     print(f"\n{report.terminal_table(runs.describe(config, artifacts))}")
     print(f"\nreport: {path}  ({duration(time.time() - started)} in all)")
-    if conclude and (ending := conclude(config, artifacts)):
+    if conclude and (ending := conclude(config, artifacts, approval.at_the_terminal)):
         print(f"{ending.name}: {ending.message}")
     return 0
 
 
 def refuse_early(config: Any, body: Body) -> None:
     """Raise ``ConfigError`` for every stage that could not run here, before the first one does."""
-    obstacles: list[str] = []
+    plans: list[Plan] = []
 
     def look(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
-        planned = plan(stage, step, config.store, label=label, inputs=inputs)
-        if planned.obstacle:
-            obstacles.append(f"{label}: {planned.obstacle}")
-        return planned.promised
+        plans.append(runs.plan_stage(config, stage, step, label=label, inputs=inputs))
+        return plans[-1].promised
 
     body(config, look)
-    if obstacles:
-        raise ConfigError("\n".join(obstacles))
+    if found := runs.obstacles(plans):
+        raise ConfigError("\n".join(found))
 
 
 def show_plan(config: Any, body: Body, *, probing: bool) -> int:
     """Print what a run would do with each stage; nothing is kept of what a probe writes."""
 
     def preview(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
-        planned = plan(stage, step, config.store, label=label, inputs=inputs)
+        planned = runs.plan_stage(config, stage, step, label=label, inputs=inputs)
         print("\n".join(runs.plan_lines(planned)), flush=True)
         if probing and planned.is_training:
             found = probe.probe(planned, store=config.store, say=say)

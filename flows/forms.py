@@ -6,7 +6,7 @@ their default; of the others they are left out, and ``overrides`` sets them wher
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +17,8 @@ from stages.evaluate import Evaluate
 from stages.training import Training
 
 FIRST = (
-    *("name", "model", "conversations", "preferences", "reward_base"),
+    *("name", "model", "baseline", "trained", "base"),
+    *("conversations", "preferences", "reward_base"),
     *("sft", "reward", "dpo", "ppo", "gate", "evaluate"),
 )
 LAST = ("store", "runs")
@@ -43,6 +44,8 @@ def parameter_schema(flow: Deployable) -> dict[str, Any]:
     definitions = found["definitions"]
     for step in _steps(flow.schema).values():
         _fold(next(each for each in definitions.values() if each["title"] == step.__name__), step)
+    if not trained(flow.schema):
+        del found["properties"]["backend"]  # it is that of training stages
     config = definitions[flow.schema.__name__]
     config["properties"] = {key: _titled(config["properties"][key], key)
                             for key in _ordered(config["properties"])}  # fmt: skip
@@ -54,9 +57,16 @@ def _steps(schema: type[Config]) -> dict[str, type[Step[Any]]]:
     return {
         key: each
         for key, field in schema.model_fields.items()
-        for each in (field.annotation, *get_args(field.annotation))
+        for each in _parts(field.annotation)
         if isinstance(each, type) and issubclass(each, Step)
     }
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """A type, and what it is put together from: ``X`` of ``Annotated[X, ...] | None``."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)
 
 
 def trained(schema: type[Config]) -> list[str]:

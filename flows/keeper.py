@@ -83,23 +83,26 @@ def settle_all(folder: Path) -> list[str]:
 
 def main(argv: list[str]) -> None:
     path = Path(argv[0])
-    with _only_keeper(path) as alone:
-        if not alone:
-            return
-        while _runs(read(path)["flow"]):
+    with _only_keeper(path, wait=True):  # a run that starts holds it while it looks at ours
+        while (facts := read(path)) and _runs(facts["flow"]):
             time.sleep(POLL_SECONDS)
-        settle(path, patience=WORKER_SECONDS)
+        if facts:
+            settle(path, patience=WORKER_SECONDS)
 
 
 @contextmanager
-def _only_keeper(path: Path) -> Iterator[bool]:
-    with path.with_suffix(".lock").open("w") as file:
+def _only_keeper(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether nobody else is about to settle the run; with ``wait`` not before that is so."""
+    lock = path.with_suffix(".lock")
+    with lock.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return
         yield True
+        if not path.exists():
+            lock.unlink(missing_ok=True)
 
 
 def _runs(process: Mapping[str, Any]) -> bool:
@@ -127,8 +130,7 @@ def settle(path: Path, *, patience: float) -> Ending:
     ending = _ending(facts)
     with suppress(ObjectNotFound), _client() as client:
         _correct(client, facts, ending, patience=patience)
-    for gone in (path, path.with_suffix(".lock")):
-        gone.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     return ending
 
 
@@ -240,8 +242,8 @@ def _say_that_it_ends(facts: Mapping[str, Any]) -> None:
 
 
 def _is_ours(run: Any, facts: Mapping[str, Any]) -> bool:
-    """Whether the run has not been started again since."""
-    waits = run.state.is_scheduled() or run.state.is_pending()
+    """Whether the run has not been started again since, and does not wait for a person."""
+    waits = run.state.is_scheduled() or run.state.is_pending() or run.state.is_paused()
     return run.run_count <= facts["attempt"] and not waits
 
 

@@ -40,7 +40,8 @@ DOCUMENTATION = inspect.cleandoc(
 
     Args:
         mode: `run` does it all. `plan` says in seconds what would be done, why, and what it
-            takes, and does nothing.
+            takes, and does nothing. `ask` shows the plan and is suspended, without a process,
+            until somebody resumes it.
         backend: One backend for every training stage, with its own defaults. `as below` leaves
             each stage the backend that stands in its section.
         config: What is computed, stage by stage. Unchanged, it is the recipe of this deployment.
@@ -54,3 +55,5 @@ DOCUMENTATION = inspect.cleandoc(
 sft_then_dpo = _as_flow(FLOWS["sft-then-dpo"])
 sft_then_ppo = _as_flow(FLOWS["sft-then-ppo"])
 retrain = _as_flow(FLOWS["retrain"])
+evaluate = _as_flow(FLOWS["evaluate"])
+convert = _as_flow(FLOWS["convert"])

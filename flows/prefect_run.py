@@ -1,8 +1,6 @@
 """One run of a deployed flow: its plan first, then its stages, in the end a state that is true."""
 
-import fcntl
 import logging
-import os
 import re
 import signal
 import time
@@ -15,24 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from configs import ConfigError, resolve
-from flows import forms, keeper, plan_page, run_names, run_page, runs
+from flows import approval, forms, keeper, plan_page, run_names, run_page, runs
 from flows.catalogue import Deployable
 from flows.command import Preempted
 from flows.endings import Ending, first_line
 from flows.failures import CANCELLED, PREEMPTED, StageFailed
 from flows.prefect_engine import Outcome, as_task
-from flows.prefect_watch import Watch
+from flows.prefect_watch import Watch, impatient, server_may_be_away
 from flows.run_page import Board
-from flows.run_stage import Plan, Say, plan, run_stage
+from flows.run_stage import Plan, Say, plan
 from flows.steps import Artifact, Step
 
 if TYPE_CHECKING:
     from prefect.states import State
 
-Mode = Literal["run", "plan"]
+Mode = Literal["run", "plan", "ask"]
 BackendKind = Literal["as below", "auto", "local", "ddp", "fsdp", "deepspeed"]
 LINES_A_SECOND = 5
-WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,10 @@ def _in_order(flow: Deployable, asked: Asked, this: Run) -> Ending:
     with _alone(config, this) as other:
         if other:
             return Ending("Skipped", other)
-        return _run(flow, config, _as_plan_task(flow, config, this), this)
+        plans = _as_plan_task(flow, config, this)
+        if asked.mode == "ask":
+            approval.of_the_plan()
+        return _run(flow, config, plans, this)
 
 
 def _config(flow: Deployable, asked: Asked) -> Any:
@@ -156,7 +156,8 @@ def _run(flow: Deployable, config: Any, plans: list[Plan], this: Run) -> Ending:
     with concluded:
         artifacts = outcome.result()
         this.say(f"report: {runs.finish(config, artifacts).absolute()}")
-        concluded.value = flow.conclude(config, artifacts) if flow.conclude else None
+        if flow.conclude:
+            concluded.value = flow.conclude(config, artifacts, approval.in_the_ui)
     if concluded.error is not None:
         watch.change(word=first_line(concluded.error))
         watch.finish(run_page.page(watch.board))
@@ -168,21 +169,23 @@ def _run(flow: Deployable, config: Any, plans: list[Plan], this: Run) -> Ending:
 
 
 def _executing(config: Any, watch: Watch, this: Run) -> Any:
-    def execute(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
-        planned = plan(stage, step, config.store, label=label, inputs=inputs)
-        runs.link(config, planned.promised)
+    def begins(planned: Plan) -> None:
         if not planned.finished:
             outlives = getattr(planned.step.placement, "on_parent_exit", "stop") == "keep"
             out = planned.out.absolute()
-            keeper.note(this.record, out=str(out), label=label, outlives=outlives)
-            verb = "resuming" if planned.checkpoint else "running"
-            text = planned.remaining[0].text if planned.remaining else "auto"
-            this.say(f"{label}: {verb} ({text}); full log: {out / 'log.txt'}")
-        watch.change(current=label)
-        artifact = run_stage(planned, say=this.say)
+            keeper.note(this.record, out=str(out), label=planned.label, outlives=outlives)
+            this.say(f"{planned.label}: full log: {out / 'log.txt'}")
+        watch.change(current=planned.label)
+
+    def queued(why: str) -> None:
+        _set_running(this, "Queued" if why else "Running", why)
+
+    def execute(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
+        artifact = runs.carry_out(
+            config, stage, step, label=label, inputs=inputs, say=this.say, queued=queued,
+            begins=begins,
+        )  # fmt: skip
         watch.change(current="", done={**watch.board.done, label: artifact})
-        took = f" in {artifact.seconds:.1f} s" if artifact.status != "reused" else ""
-        this.say(f"{label}: {artifact.status}{took}")
         return artifact
 
     return execute
@@ -272,28 +275,15 @@ def _late(run: Any, minutes: int) -> str | None:
 def _alone(config: Any, this: Run) -> Iterator[str | None]:
     """Hold the run folder's lock. A scheduled run that finds it held does not start, and gets the
     reason; another waits for it, and its state says so."""
-    config.runs.mkdir(parents=True, exist_ok=True)
-    with (config.runs / f".{config.name}.lock").open("a+") as file:
-        other = _take(file.fileno())
-        if other and this.run.auto_scheduled:
-            yield f"an earlier run named {config.name} is still at work; runs do not overlap"
-            return
-        if other:
+    with runs.lock(config) as take:
+        if not take():
+            if this.run.auto_scheduled:
+                yield f"an earlier run named {config.name} is still at work; runs do not overlap"
+                return
             _set_running(this, "Queued", f"waits for an earlier run named {config.name} to end")
-            while _take(file.fileno()):
-                time.sleep(WAIT_SECONDS)
+            runs.wait_for(take)
             _set_running(this, "Running", "")
         yield None
-
-
-def _take(lock: int) -> bool:
-    """Whether somebody else holds it; else it is ours, until the file is closed."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    os.set_inheritable(lock, False)
-    return False
 
 
 # --- Prefect
@@ -326,7 +316,7 @@ def _set_running(this: Run, name: str, message: str) -> None:
     from prefect.states import State
 
     state = State(type=StateType.RUNNING, name=name, message=message)
-    with get_client(sync_client=True) as client:
+    with impatient(), server_may_be_away(), get_client(sync_client=True) as client:
         client.set_flow_run_state(this.run.id, state, force=True)
         # The server counts each entry into a running state as a run.
         keeper.note(this.record, attempt=client.read_flow_run(this.run.id).run_count)

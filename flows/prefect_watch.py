@@ -59,9 +59,9 @@ class Watch:
         self.board = replace(self.board, **facts)
 
     def _run(self) -> None:
-        with _impatient():
+        with impatient():
             while not self.done.wait(STATE_SECONDS):
-                with _server_may_be_away(), _client() as client:
+                with server_may_be_away(), _client() as client:
                     self._follow(client)
 
     def _follow(self, client: "SyncPrefectClient") -> None:
@@ -76,7 +76,7 @@ class Watch:
 
     def finish(self, text: str) -> None:
         """The last page, once the thread has ended."""
-        with _impatient(), _server_may_be_away(), _client() as client:
+        with impatient(), server_may_be_away(), _client() as client:
             self.show(client, text)
             self._show_progress(client)
 
@@ -135,10 +135,10 @@ class Watch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _contradict(self, client: "SyncPrefectClient") -> None:
-        """After an outage the server's automation takes us for dead, and we are not."""
+        """The server's automation takes us for dead after an outage, or a machine's sleep."""
         from prefect.states import Running
 
-        state = Running(message="goes on: its server was away")
+        state = Running(message="goes on: it was taken for dead")
         client.set_flow_run_state(self.run, state, force=True)
         # The server counts each entry into a running state as a run.
         keeper.note(self.record, attempt=client.read_flow_run(self.run).run_count)
@@ -158,7 +158,7 @@ def _stopping(board: Board, record: Path) -> Any:
 
 
 @contextmanager
-def _impatient() -> Iterator[None]:
+def impatient() -> Iterator[None]:
     """Prefect's client would retry for a minute; the next page comes anyway."""
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
@@ -167,7 +167,7 @@ def _impatient() -> Iterator[None]:
 
 
 @contextmanager
-def _server_may_be_away() -> Iterator[None]:
+def server_may_be_away() -> Iterator[None]:
     import httpx
     from prefect.exceptions import PrefectHTTPStatusError
 

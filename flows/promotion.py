@@ -40,6 +40,12 @@ def promote(store: Path, name: str, out: Path, **facts: Any) -> None:
     note(store, name, event="promoted", output=_relative(where, out), **facts)
 
 
+def turn_down(store: Path, name: str, out: Path, **facts: Any) -> None:
+    """Write down that a person does not want ``out``."""
+    where = folder(store, name)
+    note(store, name, event="turned down", left=_relative(where, out), **facts)
+
+
 def note(store: Path, name: str, **facts: Any) -> None:
     """Add a line to the history; readers of it never see a part of one."""
     where = folder(store, name)
@@ -76,7 +82,7 @@ def rollback(store: Path, name: str) -> Path:
 
 
 def was_left(store: Path, name: str, out: Path) -> bool:
-    """Whether a rollback went back from ``out``, and it was not promoted again since."""
+    """Whether ``out`` was turned down or rolled back from, and not promoted since."""
     output, found = _relative(folder(store, name), out), False
     for line in history(store, name):
         if line["event"] == "promoted" and line["output"] == output:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from configs import Config
-from flows import plots, reward_plots, reward_report
+from flows import export_report, plots, reward_plots, reward_report
 from flows.markdown import cell, fenced, table
 from flows.progress import duration
 from stages.data import lines
@@ -75,6 +75,16 @@ class Evaluation(Config):
     """Name of the model that changes and rewards are measured against."""
 
 
+class Export(Config):
+    """A model that was made into a plain folder."""
+
+    label: str
+    """The stage that made it, such as ``convert sft``."""
+
+    output: Path
+    """Holds ``model``, and ``metrics.json`` with what was found of it."""
+
+
 class Choice(Config):
     """What the planner chose for a stage under ``auto``, and what became of it."""
 
@@ -105,6 +115,9 @@ class Report(Config):
 
     evaluations: tuple[Evaluation, ...] = ()
     """From the base model to the last."""
+
+    exports: tuple[Export, ...] = ()
+    """In the order of the run."""
 
     choices: tuple[Choice, ...] = ()
     """In the order of the run."""
@@ -213,6 +226,7 @@ def _with_paths(report: Report, change: Callable[[Path], Path]) -> Report:
             "stages": moved(report.stages),
             "trainings": moved(report.trainings),
             "evaluations": moved(report.evaluations),
+            "exports": moved(report.exports),
             "prepared": report.prepared and change(report.prepared),
             "tokenised": report.tokenised and change(report.tokenised),
         }
@@ -240,13 +254,18 @@ def read_rows(output: Path) -> list[dict[str, Any]]:
 
 def markdown(report: Report, *, folder: Path, figures: Sequence[tuple[str, str]]) -> str:
     """The report's text; paths in it are relative to ``folder``."""
+    head = "\n\n".join([f"# {report.name}", *_stages(report, folder)])
+    return f"{head}\n\n{results(report, folder=folder, figures=figures)}"
+
+
+def results(report: Report, *, folder: Path, figures: Sequence[tuple[str, str]]) -> str:
+    """What stands below the table of stages."""
     parts = (
-        [f"# {report.name}"],
-        _stages(report, folder),
         _choices(report),
         _scores(report),
         reward_report.reward_models(_outputs(report)),
-        _figures(figures),
+        export_report.exports({each.label: each.output for each in report.exports}),
+        _figures(report, figures),
         _samples(report),
         reward_report.answers(_outputs(report)),
         _data(report, folder),
@@ -339,9 +358,10 @@ def _score_table(lines: Iterable[Score], found: Mapping[str, Mapping[str, Any]])
     return table(["", *found], [row for row in rows if any(row[1:])])
 
 
-def _figures(figures: Sequence[tuple[str, str]]) -> list[str]:
+def _figures(report: Report, figures: Sequence[tuple[str, str]]) -> list[str]:
     images = [f"![{caption}]({FIGURES}/{file})" for file, caption in figures]
-    return ["## Curves", *images] if images else []
+    head = "## Curves" if report.trainings else "## Figures"
+    return [head, *images] if images else []
 
 
 def _samples(report: Report) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from configs import Config
 from flows import promotion
+from flows.approval import Ask
 from flows.endings import Ending
 from flows.sft_then_dpo import SFTThenDPO, sft_then_dpo
 from flows.steps import Artifact, Runner
@@ -36,6 +37,10 @@ class Gate(Config):
     require: Literal["not worse", "better"] = "not worse"
     """``not worse``: the confidence interval reaches to no change, or beyond. ``better``: it lies
     wholly on the good side."""
+
+    approval: bool = False
+    """A person is asked before any model is promoted: the run is suspended in Prefect, a command
+    asks at its terminal. A model that was turned down is not asked about again."""
 
 
 class Retrain(SFTThenDPO):
@@ -67,7 +72,7 @@ def retrain(config: Retrain, run: Runner) -> list[Artifact]:
     return [*artifacts, before, after]
 
 
-def conclude(config: Retrain, artifacts: list[Artifact]) -> Ending:
+def conclude(config: Retrain, artifacts: list[Artifact], ask: Ask) -> Ending:
     """Promote the new model, or refuse it; one line of history either way."""
     store, name = config.store, config.name
     candidate = _candidate(artifacts)
@@ -77,21 +82,34 @@ def conclude(config: Retrain, artifacts: list[Artifact]) -> Ending:
     if promotion.was_left(store, name, candidate.path):
         promotion.note(store, name, event="nothing new", output=candidate.fingerprint)
         return Ending(
-            "Nothing new", "a rollback has left this model; change the data or the recipe"
+            "Nothing new",
+            "somebody turned this model down, or rolled back from it; change the data or the "
+            "recipe",
         )
     compared = next((each for each in artifacts if each.label == CANDIDATE), None)
     if compared is None:
-        promotion.promote(store, name, candidate.path, because="the first")
-        return Ending("Promoted", f"{candidate.path}, the first of its name")
+        return _promoted(config, candidate, "the first of its name", ask)
     change = _change(config.gate, compared.path)
     told = "{metric} {value:+.4g} [{low:+.4g}, {high:+.4g}]".format(
         metric=config.gate.metric, **change
     )
     if _passes(config.gate, change):
-        promotion.promote(store, name, candidate.path, because=told)
-        return Ending("Promoted", f"{told}; {candidate.path}")
+        return _promoted(config, candidate, told, ask)
     promotion.note(store, name, event="refused", output=candidate.fingerprint, because=told)
     return Ending("Refused by gate", f"{told}; the gate requires: {config.gate.require}")
+
+
+def _promoted(config: Retrain, candidate: Artifact, told: str, ask: Ask) -> Ending:
+    """Promote the model, unless a person is to be asked and turns it down."""
+    store, name, out = config.store, config.name, candidate.path
+    if config.gate.approval:
+        decision = ask(f"{name}: {told}; {out}", candidate.fingerprint)
+        told = f"{told}; {decision.comment}" if decision.comment else told
+        if not decision.approved:
+            promotion.turn_down(store, name, out, because=told)
+            return Ending("Turned down", f"{told}; {out}")
+    promotion.promote(store, name, out, because=told)
+    return Ending("Promoted", f"{told}; {out}")
 
 
 def _passes(gate: Gate, change: Mapping[str, float]) -> bool:

@@ -14,11 +14,12 @@ GENERATED = re.compile(r"[A-Za-z]+-[A-Za-z]+")
 
 
 def name(config: Any, today: date) -> str:
-    """The model, the data, the last training stage and the day."""
-    model, data = _source(config, "model"), _source(config, "conversations")
+    """The model, the data, the last training stage, or else the last stage, and the day."""
+    model = _source(config, "model") or _source(config, "base")
+    keys = [key for key, _ in _steps(config)]
     trained = [key for key, step in _steps(config) if isinstance(step.config, Training)]
-    parts = [model or config.name, data, trained[-1] if trained else "", today.isoformat()]
-    return " · ".join(part for part in parts if part)
+    parts = [model or config.name, _source(config, "conversations"), (trained or keys)[-1]]
+    return " · ".join(part for part in (*parts, today.isoformat()) if part)
 
 
 def _steps(config: Any) -> list[tuple[str, Step[Any]]]:

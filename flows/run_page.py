@@ -60,9 +60,7 @@ def page(board: Board) -> str:
 
 def final_page(board: Board, facts: report.Report) -> str:
     """Markdown of a finished run: scores, samples, data and versions below the curves."""
-    text = report.markdown(facts, folder=board.folder, figures=())
-    scores = text.partition("## Scores")
-    results = f"{scores[1]}{scores[2]}" or text.partition("\n\n")[2]
+    results = report.results(facts, folder=board.folder, figures=())
     where = f"The whole report, with its figures: `{(board.folder / report.NAME).absolute()}`"
     top = [f"# {board.name}", f"**{board.word}**", _stages(board), where]
     return _within_limits(top, _curves(board), [results, _logs(board)])

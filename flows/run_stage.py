@@ -22,13 +22,17 @@ from flows.planning import lineage
 from flows.progress import Progress
 from flows.steps import Artifact, Lineage, Step
 from flows.ways import Way, ways
-from stages import STAGES, checkpoint, manifest, resume
+from stages import STAGES, checkpoint, manifest, resume, trackers
 from stages.base import Job, Stage
+from stages.trackers import Tracking
 from stages.training import Training
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "datasets")
 Say = Callable[[str], None]
+Queued = Callable[[str], None]
+"""Told what a stage waits for before its job starts, and the empty text when that is over."""
+
 WAIT_SECONDS = 0.2
 
 
@@ -45,6 +49,9 @@ class Plan:
     lineage: Lineage
     ways: tuple[Way, ...]
     """How it can be run, first choice first; none while ``auto`` lacks what it plans from."""
+
+    tracking: Tracking | None = None
+    """Who is told of the training beside us."""
 
     @property
     def is_training(self) -> bool:
@@ -80,9 +87,14 @@ class Plan:
         way = self.remaining[0]
         return (
             self.step.placement.obstacle(way.step.resources)
+            or self._missing_tracker()
             or self._other_shape(way)
             or self._small_disk()
         )
+
+    def _missing_tracker(self) -> str | None:
+        told = self.is_training and self.tracking
+        return trackers.obstacle(told.trackers) if told else None
 
     def _small_disk(self) -> str | None:
         needed = planning.disk_bytes(self.step, self.lineage)
@@ -102,7 +114,13 @@ class Plan:
 
 
 def plan(
-    stage_name: str, step: Step[Any], store: Path, *, label: str, inputs: Mapping[str, Artifact]
+    stage_name: str,
+    step: Step[Any],
+    store: Path,
+    *,
+    label: str,
+    inputs: Mapping[str, Artifact],
+    tracking: Tracking | None = None,
 ) -> Plan:
     """Resolve a stage run. Pure but for reading the files that ``step.config`` names.
 
@@ -120,7 +138,7 @@ def plan(
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(f"{label}: {error}") from None
     paths = {name: given.path for name, given in inputs.items()}
-    return Plan(label, stage, step, identity, out, paths, known, found)
+    return Plan(label, stage, step, identity, out, paths, known, found, tracking)
 
 
 def _check_inputs(stage: Stage, inputs: Mapping[str, Artifact]) -> None:
@@ -130,7 +148,7 @@ def _check_inputs(stage: Stage, inputs: Mapping[str, Artifact]) -> None:
     )
 
 
-def run_stage(planned: Plan, *, say: Say) -> Artifact:
+def run_stage(planned: Plan, *, say: Say, queued: Queued = lambda why: None) -> Artifact:
     """Return the output of ``planned``, computing it only if the store does not hold it yet.
 
     One writer per output: a second run of the same work waits for the first and reuses what it
@@ -141,14 +159,14 @@ def run_stage(planned: Plan, *, say: Say) -> Artifact:
     if planned.finished:
         return _artifact(planned, "reused")
     assert planned.ways, f"{planned.label}: inputs are complete, so auto has what it plans from"
-    with _only_writer(planned, say=say) as lock:
+    with _only_writer(planned, say=say, queued=queued) as lock:
         if planned.finished:
             return _artifact(planned, "reused")
         if _was_done(planned, planned.remaining[0]):
             resumed, way, seconds = True, planned.remaining[0], 0.0
         else:
             resumed = _make_ready(planned)
-            way, seconds = _execute(planned, lock=lock, say=say)
+            way, seconds = _execute(planned, lock=lock, say=say, queued=queued)
         _check_sources(planned)
         manifest.write(planned.out, _manifest(planned, way, seconds=seconds))
         return _artifact(planned, "resumed" if resumed else "ran", seconds)
@@ -167,7 +185,7 @@ def _artifact(planned: Plan, status: Any, seconds: float = 0.0) -> Artifact:
 
 
 @contextmanager
-def _only_writer(planned: Plan, *, say: Say) -> Iterator[int]:
+def _only_writer(planned: Plan, *, say: Say, queued: Queued) -> Iterator[int]:
     """Hold the output's lock. The kernel frees it when its last holder, a rank's supervisor
     perhaps, is gone, so a lock is never stale."""
     planned.out.parent.mkdir(parents=True, exist_ok=True)
@@ -176,8 +194,9 @@ def _only_writer(planned: Plan, *, say: Say) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"{planned.label}: another run is making this; waiting for it")
+            queued("another run is making this; waiting for it")
             _wait_for(file.fileno(), Progress(planned.label, planned.out, say=say))
+            queued("")
         yield file.fileno()
 
 
@@ -203,11 +222,11 @@ def _make_ready(planned: Plan) -> bool:
     return True
 
 
-def _execute(planned: Plan, *, lock: int, say: Say) -> tuple[Way, float]:
+def _execute(planned: Plan, *, lock: int, say: Say, queued: Queued) -> tuple[Way, float]:
     """Run the first way that memory suffices for; it, and the seconds that all of them took."""
     started, retries = time.monotonic(), planned.step.retries
     left = list(planned.remaining)
-    while failure := _try(planned, left[0], lock=lock, say=say):
+    while failure := _try(planned, left[0], lock=lock, say=say, queued=queued):
         if failure.kind.policy == "less memory" and len(left) > 1:
             failed = left.pop(0)
             say(f"{planned.label}: {moves.move(planned.out, failed, left[0], failure)}")
@@ -226,7 +245,7 @@ def _start(planned: Plan) -> str:
     return f"step {resume.step(newest)}" if newest else "the start"
 
 
-def _try(planned: Plan, way: Way, *, lock: int, say: Say) -> Failure | None:
+def _try(planned: Plan, way: Way, *, lock: int, say: Say, queued: Queued) -> Failure | None:
     """Run one way to its end; ``None`` when it is done."""
     out, log, placement = planned.out, planned.out / "log.txt", way.step.placement
     manifest.write_atomically(out / "job.json", _job_text(planned, way))
@@ -235,7 +254,9 @@ def _try(planned: Plan, way: Way, *, lock: int, say: Say) -> Failure | None:
     progress = Progress(planned.label, out, say=say)
     launch = _with_environment(planned, way)
     try:
-        code = placement.run(launch, gpus=_gpus(way), log=log, lock=lock, poll=progress.poll)
+        code = placement.run(
+            launch, gpus=_gpus(way), log=log, lock=lock, poll=progress.poll, queued=queued
+        )
     except KeyboardInterrupt as stop:
         newest = planned.checkpoint
         step = resume.step(newest) if newest else None
@@ -298,6 +319,8 @@ def job(planned: Plan, way: Way) -> Job:
                 "larger": way.step.best_is_larger,
             },
         }
+    if planned.is_training and planned.tracking:
+        settings |= {"tracking": planned.tracking.model_dump(mode="json")}
     return Job(
         stage=planned.stage.name,
         config=way.step.config.model_dump(mode="json"),

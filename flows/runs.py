@@ -1,22 +1,102 @@
 """A run as a readable folder: its settings, a link to every output, and the report."""
 
+import fcntl
 import json
 import os
 import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flows import moves, report
-from flows.run_stage import Plan
-from flows.steps import Artifact
+from flows.run_stage import Plan, Queued, Say, plan, run_stage
+from flows.steps import Artifact, Step
 from flows.ways import Way
 from stages import manifest, resume
 from stages.manifest import write_atomically
+from stages.trackers import Tracking
+
+WAIT_SECONDS = 1.0
 
 
 def folder(config: Any) -> Path:
     """``RUNS/<name>``."""
     return config.runs / config.name
+
+
+@contextmanager
+def lock(config: Any) -> Iterator[Callable[[], bool]]:
+    """The run folder's lock as a function that tries to take it: whether it is ours, until the
+    block ends. The kernel frees it with its holder, so that it is never stale."""
+    config.runs.mkdir(parents=True, exist_ok=True)
+    with (config.runs / f".{config.name}.lock").open("a+") as file:
+
+        def take() -> bool:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        yield take
+
+
+def wait_for(take: Callable[[], bool]) -> None:
+    """Return when the lock is ours."""
+    while not take():
+        time.sleep(WAIT_SECONDS)
+
+
+def plan_stage(
+    config: Any, stage: str, step: Step[Any], *, label: str, inputs: Mapping[str, Artifact]
+) -> Plan:
+    """One stage of a run, planned; trackers file it under the run's name."""
+    named = getattr(config, "trackers", ())  # where nothing is trained there are none
+    tracking = Tracking(trackers=named, project=config.name, run=label) if named else None
+    return plan(stage, step, config.store, label=label, inputs=inputs, tracking=tracking)
+
+
+def obstacles(plans: Sequence[Plan]) -> list[str]:
+    """Why this machine cannot do the work of some stages, a line for each reason."""
+    labels: dict[str, list[str]] = {}
+    for each in plans:
+        if reason := each.obstacle:
+            labels.setdefault(reason, []).append(each.label)
+    return [f"{', '.join(found)}: {reason}" for reason, found in labels.items()]
+
+
+def carry_out(
+    config: Any,
+    stage: str,
+    step: Step[Any],
+    *,
+    label: str,
+    inputs: Mapping[str, Artifact],
+    say: Say,
+    queued: Queued = lambda why: None,
+    begins: Callable[[Plan], None] = lambda planned: None,
+) -> Artifact:
+    """One stage of a run, linked from its folder, with a word before and after; ``begins`` is given
+    its plan first."""
+    planned = plan_stage(config, stage, step, label=label, inputs=inputs)
+    link(config, planned.promised)
+    begins(planned)
+    if not planned.finished:
+        verb = "resuming" if planned.checkpoint else "running"
+        text = planned.remaining[0].text if planned.remaining else "auto"
+        say(f"{label}: {verb} ({text})")
+
+    def waits(why: str) -> None:
+        if why:
+            say(f"{label}: {why}")
+        queued(f"{label}: {why}" if why else "")
+
+    artifact = run_stage(planned, say=say, queued=waits)
+    took = f" in {artifact.seconds:.1f} s" if artifact.status != "reused" else ""
+    say(f"{label}: {artifact.status}{took}")
+    return artifact
 
 
 def begin(config: Any) -> None:
@@ -102,24 +182,24 @@ def describe(config: Any, artifacts: list[Artifact]) -> report.Report:
     manifests = {a.label: manifest.read(a.path) for a in artifacts}
     by_path = {str(a.path): a.label for a in artifacts}
     done = {label: found for label, found in manifests.items() if found is not None}
+    trained = [a for a in artifacts if done[a.label].provenance["accumulation_steps"]]
     return report.Report(
         name=config.name,
         stages=tuple(_row(a, done[a.label]) for a in artifacts),
-        trainings=tuple(
-            report.Training(label=a.label.upper(), output=a.path)
-            for a in artifacts
-            if done[a.label].provenance["accumulation_steps"]
-        ),
+        trainings=tuple(report.Training(label=a.label.upper(), output=a.path) for a in trained),
         evaluations=tuple(
             report.Evaluation(
-                label=_model(a.label),
+                label=_model(a.label, trained),
                 output=a.path,
                 baseline=_model(
-                    by_path.get(done[a.label].provenance["inputs"].get("baseline"), "")
+                    by_path.get(done[a.label].provenance["inputs"].get("baseline"), ""), trained
                 ),
             )
             for a in artifacts
             if a.stage == "evaluate"
+        ),
+        exports=tuple(
+            report.Export(label=a.label, output=a.path) for a in artifacts if a.stage == "convert"
         ),
         choices=tuple(
             report.Choice(label=label, plan=plan, why=why, moves=_moves(found))
@@ -150,9 +230,10 @@ def _moves(done: manifest.Manifest) -> tuple[str, ...]:
     return tuple(moves.describe(fact) for fact in done.provenance.get("moves", ()))
 
 
-def _model(label: str) -> str:
-    """``evaluate sft`` measures the model ``SFT``."""
-    return label.removeprefix("evaluate ").upper() if label != "evaluate base" else "base"
+def _model(label: str, trained: Sequence[Artifact]) -> str:
+    """``evaluate sft`` measures the model ``SFT``, and ``evaluate base`` the ``base``."""
+    name = label.removeprefix("evaluate ")
+    return name.upper() if name in {each.label for each in trained} else name
 
 
 def _output(artifacts: list[Artifact], stage: str) -> Path | None:

@@ -1,16 +1,16 @@
 """Data, SFT, DPO, conversion and evaluation: ``python -m flows.sft_then_dpo``."""
 
+from flows.given import DataSource, bring_data
 from flows.steps import Artifact, Runner, Step
-from flows.tuned import FromSFT, bring_data, export
+from flows.tuned import FromSFT, export
 from stages.dpo import DPO
 from stages.evaluate import Evaluate
-from stages.fetch import Fetch
 
 
 class SFTThenDPO(FromSFT):
     """Everything the flow needs, as it appears in YAML and in the Prefect UI."""
 
-    preferences: Step[Fetch]
+    preferences: DataSource
     """What DPO learns from."""
 
     dpo: Step[DPO] = Step[DPO](config=DPO())

@@ -4,10 +4,10 @@ from typing import Self
 
 from pydantic import model_validator
 
+from flows.given import Data, DataSource, ModelSource, bring_data
 from flows.steps import Artifact, Runner, Step
-from flows.tuned import Data, FromSFT, bring_data, export
+from flows.tuned import FromSFT, export
 from stages.evaluate import Evaluate
-from stages.fetch import Fetch
 from stages.ppo import PPO
 from stages.reward import RewardModelling
 from stages.rewards.config import Reward
@@ -16,11 +16,11 @@ from stages.rewards.config import Reward
 class SFTThenPPO(FromSFT):
     """Everything the flow needs, as it appears in YAML and in the Prefect UI."""
 
-    preferences: Step[Fetch] | None = None
+    preferences: DataSource | None = None
     """What the reward model learns from; without them none is trained, and functions alone
     reward."""
 
-    reward_base: Step[Fetch] | None = None
+    reward_base: ModelSource | None = None
     """What the reward model starts from, if not from what SFT made."""
 
     reward: Step[RewardModelling] = Step[RewardModelling](config=RewardModelling())

@@ -1,72 +1,33 @@
-"""What every flow begins with: data, supervised fine-tuning, and its export."""
+"""What every flow that trains begins with: supervised fine-tuning, and the export of a model."""
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Self
 
-from pydantic import Field
+from pydantic import model_validator
 
-from configs import Config
+from flows.given import Data, OnData
 from flows.steps import Artifact, Runner, Step
 from stages.convert import Convert
 from stages.evaluate import Evaluate
-from stages.fetch import Fetch
-from stages.prepare_data import PrepareData
 from stages.sft import SFT
-from stages.tokenize_data import TokenizeData
+from stages.trackers import Tracker
 
 
-class FromSFT(Config):
+class FromSFT(OnData):
     """What a flow needs that starts with supervised fine-tuning, in YAML and in the Prefect UI."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """The run's folder under ``runs``; a later run of this name takes its place."""
+    trackers: tuple[Tracker, ...] = ()
+    """Who is told of every training beside TensorBoard's files: ``wandb``, ``mlflow``, ``trackio``,
+    if they are installed. The run's name is the project; secrets stay in the environment."""
 
-    store: Path = Path("store")
-    """Directory of finished work; an output's place follows from what it was computed from."""
-
-    runs: Path = Path("runs")
-    """Directory of runs: for each its settings, a link to every output, and the report."""
-
-    model: Step[Fetch]
-    """The base model."""
-
-    conversations: Step[Fetch]
-    """What SFT learns from."""
-
-    prepare_data: Step[PrepareData] = Step[PrepareData](config=PrepareData())
-    tokenize_data: Step[TokenizeData] = Step[TokenizeData](config=TokenizeData())
     sft: Step[SFT] = Step[SFT](config=SFT())
     convert: Step[Convert] = Step[Convert](config=Convert())
     evaluate: Step[Evaluate] = Step[Evaluate](config=Evaluate())
 
-
-@dataclass(frozen=True)
-class Data:
-    """What is known before anything is trained."""
-
-    model: Artifact
-    prepared: Artifact
-    tokenised: Artifact
-    fetched: tuple[Artifact, ...]
-    """The sources, in order."""
-
-    @property
-    def artifacts(self) -> list[Artifact]:
-        return [self.model, *self.fetched, self.prepared, self.tokenised]
-
-
-def bring_data(config: FromSFT, run: Runner, *, preferences: Step[Fetch] | None) -> Data:
-    """The base model and its data, tokenised for it."""
-    model = run("fetch", config.model, label="fetch model")
-    sources = {"conversations": run("fetch", config.conversations, label="fetch conversations")}
-    if preferences is not None:
-        sources["preferences"] = run("fetch", preferences, label="fetch preferences")
-    prepared = run("prepare_data", config.prepare_data, label="prepare data", **sources)
-    tokenised = run(
-        "tokenize_data", config.tokenize_data, label="tokenize data", model=model, data=prepared
-    )
-    return Data(model, prepared, tokenised, tuple(sources.values()))
+    @model_validator(mode="after")
+    def _keeps_rows_to_train_on(self) -> Self:
+        if self.prepare_data.config.test_fraction == 1:
+            raise ValueError("prepare_data.config.test_fraction: 1 leaves no row to train on")
+        return self
 
 
 def export(

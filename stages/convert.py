@@ -156,9 +156,10 @@ def _check_alone() -> None:
 
 
 def _check_lineage(trained: Path, base: Path) -> None:
-    """Where both are outputs with a manifest, the training must have had this very base."""
+    """Where both are outputs with a manifest, the training must have had this very base. Of a
+    folder that was fetched no more is known than what lies in it."""
     training, start = manifest.read(trained), manifest.read(base)
-    if training is None or start is None:
+    if training is None or start is None or not training.identity.inputs:
         return
     inputs = training.identity.inputs
     if start.identity.fingerprint not in inputs.values():

@@ -115,8 +115,10 @@ def evaluate(
     rows = _read(config, data)
     before = None if baseline is None else items.read_matching(baseline, rows)
     prompts = _prompts(config, rows)
+    if baseline is not None:
+        _require_same_tokenizer(baseline, prompts, model / "model")
     with joined(ctx.device) as ranks:
-        scorer = None if ranks.rank else _scorer(config, ctx, reward)
+        scorer = None if ranks.rank else _scorer(config, ctx, reward, prompts, model / "model")
         folders = Folders(model / "model", reference and reference / "model")
         inferred = _infer(config, ctx, ranks, folders, rows, prompts)
     if ranks.rank:
@@ -152,13 +154,20 @@ class Inferred:
     """Of an answer sampled to each of some prompts."""
 
 
-def _scorer(config: Evaluate, ctx: Context, reward: Path | None) -> rewards.Scorer | None:
+def _scorer(
+    config: Evaluate, ctx: Context, reward: Path | None, prompts: Sequence[Row], folder: Path
+) -> rewards.Scorer | None:
     """What rates the answers, loaded before the long work begins; ``None`` rates nothing."""
     named = config.rewards or ((Reward(model=True),) if reward else ())
     if not named or not config.generate_rows:
         return None
     inputs = {"reward": reward} if reward else {}
-    return rewards.load(named, inputs, ctx.device, batch_size=config.batch_size)
+    scorer = rewards.load(named, inputs, ctx.device, batch_size=config.batch_size)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rewards.check_room(scorer, prompts, tokenizer, max_new_tokens=config.max_new_tokens)
+    return scorer
 
 
 def _read(config: Evaluate, data: Path) -> list[Row]:
@@ -186,6 +195,22 @@ def _prompts(config: Evaluate, rows: Sequence[Row]) -> list[Row]:
                 "mend the pattern, or leave it out to compare whole answers"
             )
     return prompts
+
+
+def _require_same_tokenizer(baseline: Path, prompts: Sequence[Row], folder: Path) -> None:
+    """Raise :class:`StageError` where the baseline read other words than the model here does."""
+    theirs = {index: each["prompt"] for index, each in _answered(baseline).items()}
+    shared = [row for row in prompts if row["index"] in theirs]
+    if not shared:
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if all(tokenizer.decode(row["prompt_ids"]) != theirs[row["index"]] for row in shared):
+        raise StageError(
+            f"{baseline}: its model read other words in the same tokens than {folder} does, so no "
+            "difference between them means anything; compare models of one tokenizer"
+        )
 
 
 def answer_of(text: str, pattern: str | None) -> str | None:
@@ -315,13 +340,16 @@ def _key(measure: str, name: str) -> str:
 
 def _earlier(baseline: Path | None, samples: Sequence[Mapping[str, Any]]) -> list[str]:
     """The baseline's answers to the same prompts; none where it did not answer all of them."""
-    path = baseline and baseline / SAMPLES
-    if not path or not path.is_file():
-        return []
-    known = {each["index"]: each for each in lines.rows(path)}
+    known = _answered(baseline) if baseline else {}
     if any(sample["index"] not in known for sample in samples):
         return []
     return [known[sample["index"]]["generated"] for sample in samples]
+
+
+def _answered(baseline: Path) -> dict[int, dict[str, Any]]:
+    """What the baseline answered, by the place of the prompt."""
+    path = baseline / SAMPLES
+    return {each["index"]: each for each in lines.rows(path)} if path.is_file() else {}
 
 
 def _diverged(config: Evaluate, inferred: Inferred) -> dict[str, Any]:

@@ -14,17 +14,21 @@ from stages.manifest import write_atomically
 from stages.sources import gguf, hub, local, new_model, new_task, several
 from stages.sources.gguf import GGUFModel
 from stages.sources.hub import HubData, HubModel
-from stages.sources.local import LocalData, LocalModel
+from stages.sources.local import LocalCheckpoint, LocalData, LocalModel
 from stages.sources.new_model import NewModel
 from stages.sources.new_task import NewTask
 from stages.sources.several import Several
 
-Source = NewModel | NewTask | LocalModel | LocalData | HubModel | HubData | GGUFModel | Several
+Source = (
+    NewModel | NewTask | LocalModel | LocalCheckpoint | LocalData | HubModel | HubData | GGUFModel
+    | Several
+)  # fmt: skip
 
 BRING: Mapping[type[Config], tuple[str, Callable[[Any, Path], Mapping[str, Any]]]] = {
     NewModel: ("model", new_model.bring),
     NewTask: ("data", new_task.bring),
     LocalModel: ("model", local.bring_model),
+    LocalCheckpoint: ("model", local.bring_checkpoint),
     LocalData: ("data", local.bring_data),
     HubModel: ("model", hub.bring_model),
     HubData: ("data", hub.bring_data),
@@ -40,8 +44,9 @@ class Fetch(Config):
 
 
 def fetch(config: Fetch, ctx: Context) -> Metrics:
-    """Fill ``OUT/model`` with a Hugging Face checkpoint, or ``OUT/data`` with files as they came.
+    """Fill ``OUT/model`` with a checkpoint, or ``OUT/data`` with files as they came.
 
+    The checkpoint is a whole one in the Hugging Face layout, but for a ``local_checkpoint``.
     ``OUT/source.json`` says where from, at which commit or content hash, and lists the files with
     their sizes in bytes. Raises :class:`StageError` for whatever is missing or out of reach, and
     then leaves neither folder.

@@ -120,6 +120,7 @@ def grpo(
     _check_room(config, base, list(rows["prompt_ids"]))
     device = ctx.device if ctx.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     scorer = rewards.load(config.rewards, {"reward": reward} if reward else {}, device)
+    rewards.check_room(scorer, rows, tokenizer, max_new_tokens=config.max_new_tokens)
     asked = Prompts(rows, tokenizer)
     trainer = _trainer(config, ctx, base, tokenizer, asked, _functions(ctx, scorer, asked))
     watch = Watch(

@@ -15,6 +15,8 @@ from stages.base import Stage, StageError
 from stages.hashing import each, hash_file
 
 NAME = "manifest.json"
+NOT_READ = ("checkpoints", "failures", "ranks", "tensorboard", "trackers")
+"""Folders of an output that no later stage reads."""
 
 
 class Identity(Config):
@@ -111,7 +113,7 @@ def sizes(out: Path) -> dict[str, int]:
     return {
         str(file.relative_to(out)): file.stat().st_size
         for folder in sorted(out.iterdir())
-        if folder.is_dir() and folder.name not in ("checkpoints", "failures", "ranks")
+        if folder.is_dir() and folder.name not in NOT_READ
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }

@@ -153,6 +153,7 @@ def ppo(
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     inputs = {"reward": reward} if reward else {}
     score = rewards.load(config.rewards, inputs, _device(ctx))  # whole: before ZeRO-3 is known of
+    rewards.check_room(score, rows, tokenizer, max_new_tokens=config.max_new_tokens)
     args = engine.arguments(config, ctx)
     module = models.load(config, folder, reward / "model" if reward else None)
     models.check_prompts(list(rows["prompt_ids"]), module, max_new_tokens=config.max_new_tokens)

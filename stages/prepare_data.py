@@ -92,8 +92,9 @@ class PrepareData(Config):
     sources: tuple[Source, ...] = ()
     """Settings for some of the files: how they are read, and how they are mixed."""
 
-    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of the opening questions, by hash, whose rows are held out."""
+    test_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of the opening questions, by hash, whose rows are held out. With 1 they all are, and
+    there is nothing to train on."""
 
     test_files: tuple[str, ...] = ()
     """Patterns of file names whose rows are held out. Where one fits, the names decide and not
@@ -364,7 +365,7 @@ def _finish(
     report: dict[Kind, dict[str, Any]] = {}
     first = 0
     for kind, harvest in harvests.items():
-        _refuse_empty(fates[kind], lost[kind], kind)
+        _refuse_empty(config, fates[kind], lost[kind], kind)
         _write(out / kind, harvest.spool, fates[kind])
         _write_places(out, harvest, fates[kind], first)
         first += len(harvest.counts)
@@ -400,8 +401,10 @@ def _sides(config: PrepareData, out: Path, harvest: Harvest) -> "np.ndarray":
     return fates
 
 
-def _refuse_empty(fates: "np.ndarray", lost: Mapping[str, "np.ndarray"], kind: Kind) -> None:
-    for side, code in SIDES.items():
+def _refuse_empty(
+    config: PrepareData, fates: "np.ndarray", lost: Mapping[str, "np.ndarray"], kind: Kind
+) -> None:
+    for side, code in ledger.wanted(config.test_fraction).items():
         if not (fates == code).any():
             numbers = {reason: int(rows.sum()) for reason, rows in lost.items() if rows.any()}
             why = quarantine.listed(numbers)

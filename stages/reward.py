@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,12 +46,14 @@ def reward(config: RewardModelling, ctx: Context, *, model: Path, data: Path) ->
     The loss is -log sigmoid(r_chosen - r_rejected), Bradley and Terry's, r being read at the last
     token, which is a stop token; with an adapter the head is trained whole. After training the
     scores of demonstrations are measured: ``OUT/model/reward_scale.json`` brings every later score
-    to mean 0 and standard deviation 1 there. Returns, beside the training's figures, those of
+    to mean 0 and standard deviation 1 there, and has the day that the rows' template was told.
+    Returns, beside the training's figures, those of
     :func:`stages.evaluation.reward_measures.reward_measures` on held-out pairs; each pair's
     scores are in ``OUT/held_out.jsonl``. Raises ``StageError`` for data without pairs, a
     tokenizer without a token to pad with, and a model that scores everything alike.
     """
     cpu_ranks.prepare(ctx.trainer_args)
+    from stages.data import templates
     from stages.rewards import model as reward_model
 
     trainer = _trainer(config, ctx, base=model / "model", data=data)
@@ -63,7 +66,8 @@ def reward(config: RewardModelling, ctx: Context, *, model: Path, data: Path) ->
     sides = scored([pair["prompt_ids"] + pair[key] for pair in pairs for key in SIDES])
     found = {"scale": {"mean": scale.mean, "std": scale.std, "num": scale.num}}
     if trainer.args.process_index == 0:
-        _complete(ctx.out, model / "model", scale)
+        kept = replace(scale, template_date=templates.read_date(data))
+        _complete(ctx.out, model / "model", kept)
         found |= _measure(config, ctx.out, pairs, sides)
     return {**figures, **found}
 

@@ -60,12 +60,13 @@ def tokenize_data(config: TokenizeData, ctx: Context, *, model: Path, data: Path
 
     Conversations: ``input_ids``, ``labels`` (-100 where not trained), ``prompt_ids`` (what stands
     before the last answer at inference), ``prompt`` (the turns before that answer, as JSON),
-    ``answer`` (its text). Preferences: ``prompt_ids``, ``chosen_ids``, ``rejected_ids``; prompt
-    with answer is the template's rendering. Unpaired: ``prompt_ids``, ``completion_ids``,
-    ``label``. Ids are lists of int32, every answer ends with a stop token, and ``length`` is what
-    ``max_length`` limits. ``model`` holds ``model/`` with a tokenizer, of which nothing else is
-    loaded; ``data`` is an output of ``prepare_data``. What is kept out stands in
-    ``quarantine.jsonl``. Rows are never all in memory. Raises :class:`StageError`.
+    ``tools`` (the row's, as JSON), ``answer`` (its text). Preferences: ``prompt_ids``,
+    ``chosen_ids``, ``rejected_ids``; prompt with answer is the template's rendering. Unpaired:
+    ``prompt_ids``, ``completion_ids``, ``label``. Ids are lists of int32, every answer ends with a
+    stop token, and ``length`` is what ``max_length`` limits. ``model`` holds ``model/`` with a
+    tokenizer, of which nothing else is loaded; ``data`` is an output of ``prepare_data``. What is
+    kept out stands in ``quarantine.jsonl``, what day it was for the template in ``template.json``.
+    Rows are never all in memory. Raises :class:`StageError`.
     """
     ctx.out.mkdir(parents=True, exist_ok=True)
     found: list[Kind] = [kind for kind in KINDS if (data / kind).is_dir()]
@@ -89,6 +90,7 @@ def tokenize_data(config: TokenizeData, ctx: Context, *, model: Path, data: Path
         for kind in found:
             shutil.rmtree(ctx.out / kind, ignore_errors=True)
             (scratch / kind).rename(ctx.out / kind)
+    templates.write_date(ctx.out, config.template_date)
     return {
         f"{split.kind}/{split.side}/{name}": number
         for split in splits
@@ -253,7 +255,8 @@ def _enforce_budget(config: TokenizeData, kind: Kind, splits: Sequence[Split], o
 
 def _refuse_empty(split: Split, out: Path) -> None:
     assert split.lengths is not None
-    if not split.lengths.any():
+    held_out_only = split.side == "train" and split.path.stat().st_size == 0
+    if not split.lengths.any() and not held_out_only:
         dropped = quarantine.listed(split.tally.counts)
         raise StageError(
             f"no row of {split.kind}/{split.side} is left ({dropped or 'it was empty'}); "
@@ -268,7 +271,7 @@ def _facts(split: Split) -> dict[str, int]:
         "rows": int(rows[-1]),
         "tokens": split.num_tokens,
         "trained_tokens": split.num_trained,
-        "longest": int(split.lengths.nonzero()[0][-1]),
+        "longest": int(split.lengths.nonzero()[0].max(initial=0)),
         "p50": _quantile(rows, 50),
         "p95": _quantile(rows, 95),
         "context_mismatch_rows": split.num_mismatched,

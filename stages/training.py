@@ -148,7 +148,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
     """A TRL trainer's arguments, from ``config`` and from what the backend adds."""
-    ours = {"fsdp_plugin", "whole_embedding", "keep"}
+    ours = {"fsdp_plugin", "whole_embedding", "keep", "tracking"}
     backend = {key: value for key, value in recut.settings(ctx).items() if key not in ours}
     return {
         "output_dir": str(ctx.out / resume.SAVING),

@@ -21,6 +21,7 @@ from stages.beats import Beats, Phase
 from stages.manifest import write_atomically
 from stages.saves import Saves
 from stages.stopping import StopRequest
+from stages.trackers import Curves
 from stages.training import NonFiniteError, Trainer, gathers
 
 Logs = Mapping[str, float]
@@ -57,6 +58,7 @@ class Watch(TrainerCallback):
         self.request = StopRequest(ctx.out)
         self.leaving = False
         self.saves = Saves(trainer, ctx)
+        self.curves: Curves | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -69,7 +71,8 @@ class Watch(TrainerCallback):
         recut.settle(self.trainer, self.ctx)
         if self.rank == 0:
             resume.discard_saving(self.ctx.out)
-            self._drop_rows_after(state.global_step)
+            rows = self._drop_rows_after(state.global_step)
+            self.curves = Curves(self.trainer, self.ctx, rows)
             if self.trainer.is_deepspeed_enabled:
                 resolved = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
                 write_atomically(
@@ -95,6 +98,8 @@ class Watch(TrainerCallback):
     ) -> None:
         self._beat("save", state)
         self.saves.finish()
+        if self.curves:
+            self.curves.end()
         if self.rank == 0:
             resume.discard_saving(self.ctx.out)
         waited = {"saves": self.saves.count, "save_seconds": self.saves.seconds}
@@ -125,6 +130,8 @@ class Watch(TrainerCallback):
         self.saves.written(state.global_step)
         if self.leaving:
             self.saves.finish()
+            if self.curves:
+                self.curves.end()
             raise Interrupted(f"asked to stop; step {state.global_step} is saved")
         self._beat("step", state)
 
@@ -149,13 +156,17 @@ class Watch(TrainerCallback):
         row["memory_bytes"] = memory_bytes(self.ctx.device)
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
+        assert self.curves
+        self.curves.add(row)
 
-    def _drop_rows_after(self, step: int) -> None:
-        """A resumed run does these steps again."""
-        if self.metrics.exists():
-            rows = self.metrics.read_text().splitlines()
-            kept = [row for row in rows if _is_whole(row) and json.loads(row)["step"] <= step]
-            write_atomically(self.metrics, "".join(f"{row}\n" for row in kept))
+    def _drop_rows_after(self, step: int) -> list[dict[str, Any]]:
+        """A resumed run does these steps again; the rows that stay."""
+        if not self.metrics.exists():
+            return []
+        lines = filter(_is_whole, self.metrics.read_text().splitlines())
+        kept = [row for row in map(json.loads, lines) if row["step"] <= step]
+        write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        return kept
 
     def _note(self, facts: Mapping[str, Any]) -> None:
         """Add to what ``ranks/rank-N.json`` says of this rank."""

@@ -87,14 +87,24 @@ class ThisMachine(Config):
         return supervise.ended(folder)
 
     def run(
-        self, launch: Launch, *, gpus: int, log: Path, lock: int, poll: Callable[[], None]
+        self,
+        launch: Launch,
+        *,
+        gpus: int,
+        log: Path,
+        lock: int,
+        poll: Callable[[], None],
+        queued: Callable[[str], None] = lambda why: None,
     ) -> int:
         """Run ``launch`` to its end and return its exit code (negative: the signal).
 
-        It gets ``gpus`` GPUs that no other job has, and waits for them.
+        It gets ``gpus`` GPUs that no other job has, and waits for them: ``queued`` is told why,
+        and the empty text when it is over.
         """
         alone = gpus and not self.share_gpus
-        names, slots_held = take(gpus, visible=visible_gpus(), poll=poll) if alone else ([], [])
+        names, slots_held = (
+            take(gpus, visible=visible_gpus(), poll=poll, queued=queued) if alone else ([], [])
+        )
         mine = {"OMP_NUM_THREADS": f"{threads_per_rank(gpus)}"} if gpus else {}
         mine |= {"CUDA_VISIBLE_DEVICES": ",".join(names)} if alone else {}
         job = supervise.Job(

@@ -17,26 +17,39 @@ def folder() -> Path:
 
 
 def take(
-    count: int, *, visible: Sequence[str], poll: Callable[[], None]
+    count: int,
+    *,
+    visible: Sequence[str],
+    poll: Callable[[], None],
+    queued: Callable[[str], None] = lambda why: None,
 ) -> tuple[list[str], list[int]]:
     """``count`` of the ``visible`` GPUs that no other job holds, and their locks' descriptors.
 
-    Waits until so many are free, calling ``poll`` meanwhile. Either all are taken or none, so that
+    Waits until so many are free, calling ``poll`` meanwhile; ``queued`` is told when that begins,
+    and the empty text when it is over. Either all are taken or none, so that
     two jobs never wait for each other. The GPUs are the caller's until every copy of the
     descriptors is closed.
     """
     assert count <= len(visible), f"{count} GPUs of {list(visible)}"
-    while True:
-        taken: list[tuple[str, int]] = []
-        for name in visible:
-            lock = _lock(name)
-            if lock is not None:
-                taken.append((name, lock))
-            if len(taken) == count:
-                return [name for name, _ in taken], [lock for _, lock in taken]
-        release([lock for _, lock in taken])
-        poll()
-        time.sleep(WAIT_SECONDS)
+    taken = _free(count, visible)
+    if len(taken) < count:
+        queued(f"waits for {count} of {len(visible)} GPUs; {len(taken)} not in use by other jobs")
+        while len(taken) < count:
+            release(list(taken.values()))
+            poll()
+            time.sleep(WAIT_SECONDS)
+            taken = _free(count, visible)
+        queued("")
+    return list(taken), list(taken.values())
+
+
+def _free(count: int, visible: Sequence[str]) -> dict[str, int]:
+    """At most ``count`` GPUs that no other job holds, and the descriptors of their locks."""
+    taken: dict[str, int] = {}
+    for name in visible:
+        if len(taken) < count and (lock := _lock(name)) is not None:
+            taken[name] = lock
+    return taken
 
 
 def release(locks: Sequence[int]) -> None:

@@ -4,16 +4,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages.data.tokens import Block
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FILE = "data-00000-of-00001.arrow"
 
 COLUMNS: Mapping[str, Mapping[str, str]] = {
     "conversations": {
         "input_ids": "ids", "labels": "ids", "prompt_ids": "ids", "prompt": "string",
-        "answer": "string", "length": "int32",
+        "tools": "string", "answer": "string", "length": "int32",
     },
     "preferences": {
         "prompt_ids": "ids", "chosen_ids": "ids", "rejected_ids": "ids", "length": "int32",
@@ -48,8 +51,8 @@ def writer(folder: Path, kind: str) -> Iterator[Callable[[Block], None]]:
                 return
             cells = {**block.columns, "length": block.lengths}
             arrays = [_array(cells[name], kind) for name, kind in columns.items()]
-            for name in columns:
-                content.update(_bytes(cells[name]))
+            for buffer in (each for array in arrays for each in array.buffers() if each):
+                content.update(buffer)
             stream.write_batch(pyarrow.record_batch(arrays, schema=schema))
 
         yield write
@@ -74,17 +77,37 @@ def _array(cells: Any, kind: str) -> Any:
     import numpy as np
     import pyarrow
 
-    if kind != "ids":
-        return pyarrow.array(cells)
-    values, sizes = cells
-    offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int32)
-    return pyarrow.ListArray.from_arrays(offsets, values)
+    if kind == "ids":
+        values, sizes = cells
+        return pyarrow.ListArray.from_arrays(_offsets(sizes), _numbers(values))
+    if kind == "string":
+        texts = [text.encode() for text in cells]
+        ends = _offsets(np.array([len(text) for text in texts], dtype=np.int64))
+        return pyarrow.StringArray.from_buffers(
+            len(texts), ends.buffers()[1], pyarrow.py_buffer(b"".join(texts))
+        )
+    if kind == "bool":
+        bits = np.packbits(np.array(cells, dtype=bool), bitorder="little")
+        return pyarrow.Array.from_buffers(
+            pyarrow.bool_(), len(cells), [None, pyarrow.py_buffer(bits)]
+        )
+    return _numbers(cells)
 
 
-def _bytes(cells: Any) -> bytes:
-    if isinstance(cells, tuple):
-        return cells[0].tobytes() + cells[1].tobytes()
-    return cells.tobytes() if hasattr(cells, "tobytes") else json.dumps(cells).encode()
+def _offsets(sizes: "np.ndarray") -> Any:
+    import numpy as np
+
+    return _numbers(np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int32))
+
+
+def _numbers(values: "np.ndarray") -> Any:
+    """As Arrow has them, without a copy; ``pyarrow.array`` would import pandas to look at them,
+    which takes as long as tokenising thousands of rows."""
+    import numpy as np
+    import pyarrow
+
+    plain = np.ascontiguousarray(values, dtype=np.int32)
+    return pyarrow.Array.from_buffers(pyarrow.int32(), len(plain), [None, pyarrow.py_buffer(plain)])
 
 
 def _features(columns: Mapping[str, str]) -> dict[str, Any]:

@@ -67,6 +67,11 @@ def sides(ledger: Ledger, *, test_fraction: float) -> "np.ndarray":
     return np.where(positions < test_fraction, TEST, TRAIN).astype(np.uint8)
 
 
+def wanted(test_fraction: float) -> dict[str, int]:
+    """The sides that must have rows."""
+    return {side: code for side, code in SIDES.items() if side == "test" or test_fraction < 1}
+
+
 def copies(ledger: Ledger, fates: "np.ndarray") -> "np.ndarray":
     """Whether each row repeats another; of equal rows the first stays, a held-out one before."""
     import numpy as np
@@ -173,7 +178,7 @@ def shares(have: Sequence[int], weights: Sequence[float | None], *, limit: int |
 
 def refuse_empty(fates: "np.ndarray", ledger: Ledger, *, test_fraction: float, what: str) -> None:
     """Raise :class:`StageError` for a side without rows; the message's way out works."""
-    for side, code in SIDES.items():
+    for side, code in wanted(test_fraction).items():
         if not (fates == code).any():
             raise StageError(
                 f"all {len(fates)} {what} fall outside {side} at test_fraction {test_fraction:g}; "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stages.base import StageError
 from stages.data.rules import RowError
 from stages.data.turns import Turn
+from stages.manifest import write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +22,9 @@ JSON_FILES = (
     "added_tokens.json", "tokenizer.json",
 )  # fmt: skip
 """What a tokenizer is loaded from; damage in them is found before a library stumbles over it."""
+
+TOLD = "template.json"
+"""Beside tokenised rows: what their template was told besides the rows."""
 
 PROBES = ("user\nHi", "assistant\n", " one two", "\n\nA b", "a", "[INST] x [/INST]")
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -71,7 +75,8 @@ class Template:
         if self.date is None:
             raise StageError(
                 f"{self.folder}: the chat template writes today's date, and the same rows would "
-                "change from day to day; set tokenize_data.config.template_date (2024-07-26)"
+                "change from day to day; set tokenize_data.config.template_date (2024-07-26), or "
+                "for a reward model from elsewhere template_date in its reward_scale.json"
             )
         return self.date.strftime(form)
 
@@ -136,6 +141,17 @@ def load(folder: Path, *, date: datetime.date | None = None) -> Template:
         splits=_splits(tokenizer, texts),
         date=date,
     )
+
+
+def write_date(out: Path, date: datetime.date | None) -> None:
+    """Note beside tokenised rows what day their template was told it is."""
+    write_atomically(out / TOLD, json.dumps({"date": date and date.isoformat()}) + "\n")
+
+
+def read_date(out: Path) -> datetime.date | None:
+    """What day it was for the template of the rows in ``out``; ``None`` if it was told none."""
+    date = (_read_json(out / TOLD) or {}).get("date")
+    return date and datetime.date.fromisoformat(date)
 
 
 def _stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:

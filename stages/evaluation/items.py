@@ -20,9 +20,11 @@ Row = Mapping[str, Any]
 
 
 def read_split(data: Path, split: str, *, limit: int | None = None, seed: int = 0) -> list[Row]:
-    """The rows of ``DATA/<split>`` in order; a seeded sample of ``limit`` where there are more.
+    """The rows of ``DATA/<split>`` in order; a seeded sample of ``limit`` where there are more, and
+    none where there are none.
 
-    Raises :class:`StageError` for a missing or empty split and for a row with nothing to score.
+    Raises :class:`StageError` for a missing split, for one without rows of which all were asked
+    for, and for a row with nothing to score.
     """
     from datasets import load_from_disk
 
@@ -30,7 +32,7 @@ def read_split(data: Path, split: str, *, limit: int | None = None, seed: int = 
     if not folder.is_dir():
         raise StageError(f"{folder}: no such split; evaluate reads the output of tokenize_data")
     table = load_from_disk(str(folder))
-    if not len(table):
+    if not len(table) and limit is None:
         raise StageError(f"{folder}: no rows; hold some out in prepare_data")
     chosen = sample(len(table), limit, seed=seed)
     rows: list[Row] = [

@@ -7,11 +7,14 @@ it gives for each batch of completions.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from stages.rewards import prompts
 from stages.rewards.config import Reward, names
+from stages.rewards.model import RewardModel
 from stages.rewards.scorer import TOTAL, RewardError, Scorer, Term, find
 
-__all__ = ["TOTAL", "RewardError", "Scorer", "load"]
+__all__ = ["TOTAL", "RewardError", "Scorer", "check_room", "load", "prompts"]
 
 
 def load(
@@ -32,8 +35,6 @@ def load(
     terms = []
     for name, spec in zip(names(specs), specs, strict=True):
         if spec.model:
-            from stages.rewards.model import RewardModel
-
             if not (folder := inputs.get("reward")):
                 raise RewardError(f"reward {name}: the stage was given no input `reward`")
             model = RewardModel.load(folder / "model", device=device, batch_size=batch_size)
@@ -41,3 +42,29 @@ def load(
         else:
             terms.append(Term(name, find(spec), spec.weight, spec.options))
     return Scorer(tuple(terms))
+
+
+def check_room(
+    scorer: Scorer,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    max_new_tokens: int,
+) -> None:
+    """Raise ``StageError`` for a prompt that leaves a reward model no room for the answer, which
+    would be found out in the middle of the work.
+
+    ``rows`` are those of `prompts.read`, or of `stages.evaluation.items`, and ``tokenizer`` the
+    policy's.
+    """
+    models = [each.function for each in scorer.terms if isinstance(each.function, RewardModel)]
+    if not models:
+        return
+    asked = list(rows)
+    messages = [prompts.messages(row, tokenizer) for row in asked]
+    places = [
+        f"{row.get('set', 'conversations/train')}, row {row.get('index', number)}"
+        for number, row in enumerate(asked)
+    ]
+    for model in models:
+        model.check_room(messages, prompts.facts(asked), places, answer=max_new_tokens)

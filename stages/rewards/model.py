@@ -1,5 +1,6 @@
 """A reward model: its score of conversations, the same in training, PPO and evaluation."""
 
+import datetime
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,10 @@ class Scale:
     num: int = 0
     """Samples that it was measured on; 0 is a model that was never measured."""
 
+    template_date: datetime.date | None = None
+    """What day it was for the chat template of what the model learnt from, and so for every
+    conversation that it scores; ``None`` where the template asks for none."""
+
     def applied(self, raw: Sequence[float]) -> list[float]:
         return [(each - self.mean) / self.std for each in raw]
 
@@ -42,7 +47,9 @@ def measured(raw: Sequence[float]) -> Scale:
 
 
 def write_scale(folder: Path, scale: Scale) -> None:
+    date = scale.template_date
     facts = {"mean": scale.mean, "std": scale.std, "num": scale.num}
+    facts |= {"template_date": date and date.isoformat()}
     write_atomically(folder / SCALE, json.dumps(facts, indent=2) + "\n")
 
 
@@ -52,8 +59,11 @@ def read_scale(folder: Path) -> Scale:
     if not path.is_file():
         return Scale()
     try:
-        scale = Scale(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        found = json.loads(path.read_text())
+        if date := found.get("template_date"):
+            found["template_date"] = datetime.date.fromisoformat(date)
+        scale = Scale(**found)
+    except (ValueError, TypeError, AttributeError) as error:
         raise StageError(f"{path}: not a reward scale ({error})") from None
     if not (scale.std > 0 and math.isfinite(scale.mean) and math.isfinite(scale.std)):
         raise StageError(f"{path}: mean {scale.mean} and std {scale.std} scale nothing")
@@ -81,18 +91,18 @@ def score(model: Any, rows: Sequence[Sequence[int]], *, pad_id: int) -> list[flo
     return given.logits[:, 0].float().tolist()
 
 
-def conversation_ids(template: Template, turns: Messages) -> list[int]:
+def conversation_ids(template: Template, turns: Messages, tools: Sequence[Any] = ()) -> list[int]:
     """The ids of a conversation that ends with an answer, cut behind the answer's stop token.
 
-    They are what tokenize_data writes for the same turns. Raises :class:`RowError` where the
-    template refuses them.
+    They are what tokenize_data writes for the same turns and tools. Raises :class:`RowError` where
+    the template refuses them.
     """
     told = templates.with_every_name([dict(turn) for turn in turns])
     whole, before = templates.encode(
         template,
         [
-            templates.render(template, told),
-            templates.render(template, told[:-1], to_answer=True),
+            templates.render(template, told, tools=tools),
+            templates.render(template, told[:-1], tools=tools, to_answer=True),
         ],
     )
     pairs = enumerate(zip(whole, before, strict=False))
@@ -119,7 +129,8 @@ class RewardModel:
         import torch
         from transformers import AutoModelForSequenceClassification
 
-        template = templates.load(folder)
+        scale = read_scale(folder)
+        template = templates.load(folder, date=scale.template_date)
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             folder,
             dtype=torch.float32 if device == "cpu" else "auto",  # on a GPU as it was exported
@@ -141,9 +152,7 @@ class RewardModel:
                 f"{folder}: its pad token (id {pad_id}) ends answers too or is not set, so scores "
                 "would be read one token early; set another pad_token_id in config.json"
             )
-        return RewardModel(
-            folder, model.eval().to(device), template, read_scale(folder), batch_size
-        )
+        return RewardModel(folder, model.eval().to(device), template, scale, batch_size)
 
     @property
     def pad_id(self) -> int:
@@ -152,12 +161,15 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[Messages], completions: Sequence[str], rows: Sequence[Row] = ()
     ) -> list[float]:
-        """The scaled score of each completion of a conversation, read at its last token."""
-        turns = [
-            [*prompt, {"role": "assistant", "content": self._as_text(completion)}]
-            for prompt, completion in zip(prompts, completions, strict=True)
+        """The scaled score of each completion of a conversation, read at its last token.
+
+        A row may have ``tools``, which the template is given.
+        """
+        ids = [
+            self.ids([*prompt, {"role": "assistant", "content": self._as_text(said)}], tools)
+            for prompt, said, tools in zip(prompts, completions, _tools(rows, prompts), strict=True)
         ]
-        return self.scale.applied(self.raw([self.ids(each) for each in turns]))
+        return self.scale.applied(self.raw(ids))
 
     def _as_text(self, completion: str) -> str:
         """An answer that spells one of this model's special tokens does not get that token: what
@@ -166,21 +178,65 @@ class RewardModel:
             return completion
         return self.template.special.sub(lambda found: " ".join(found[0]), completion)
 
-    def ids(self, turns: Messages) -> list[int]:
+    def ids(self, turns: Messages, tools: Sequence[Any] = ()) -> list[int]:
         """The ids of a conversation by this model's own tokenizer and template."""
         try:
-            found = conversation_ids(self.template, turns)
+            found = conversation_ids(self.template, turns, tools)
         except RowError as fault:
             raise StageError(
                 f"{self.folder}: its chat template cannot render a prompt with its answer: {fault}"
             ) from None
-        longest = getattr(self.model.config, "max_position_embeddings", None)
-        if longest is not None and len(found) > longest:
+        if self.context is not None and len(found) > self.context:
             raise StageError(
                 f"{self.folder}: a prompt with its answer is {len(found)} tokens and the reward "
-                f"model takes {longest}; shorten max_new_tokens, or leave long prompts out"
+                f"model takes {self.context}; shorten max_new_tokens, or leave long prompts out"
             )
         return found
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens that it takes, where there is a limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def check_room(
+        self,
+        prompts: Sequence[Messages],
+        rows: Sequence[Row],
+        places: Sequence[str],
+        *,
+        answer: int,
+    ) -> None:
+        """Raise ``StageError`` for the longest prompt that leaves no room for ``answer`` tokens and
+        the stop token that the template sets behind an answer that was cut, and for a prompt that
+        it cannot render. ``places`` is where the rows stand.
+
+        An answer may become more tokens here than the policy's own; :meth:`ids` looks again.
+        """
+        if self.context is None:
+            return
+        texts: dict[str, str] = {}
+        for prompt, tools, place in zip(prompts, _tools(rows, prompts), places, strict=True):
+            text = self._prompt(prompt, tools, place=place)
+            if len(text.encode()) + answer + 1 >= self.context:  # a token is a byte at least
+                texts[place] = text
+        lengths = map(len, templates.encode(self.template, list(texts.values())))
+        longest, place = max(zip(lengths, texts, strict=True), default=(0, ""))
+        if longest + answer + 1 > self.context:
+            raise StageError(
+                f"{place}: a prompt of {longest} tokens, max_new_tokens {answer} and a stop token "
+                f"exceed the context of {self.context} of the reward model {self.folder}; lower "
+                "max_new_tokens, or tokenize_data.config.max_length, or give one that takes more"
+            )
+
+    def _prompt(self, turns: Messages, tools: Sequence[Any], *, place: str) -> str:
+        told = templates.with_every_name([dict(turn) for turn in turns])
+        try:
+            return templates.render(self.template, told, tools=tools, to_answer=True)
+        except RowError as fault:
+            raise StageError(
+                f"{place}: the chat template of the reward model {self.folder} cannot render the "
+                f"prompt: {fault}"
+            ) from None
 
     def raw(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The raw score of each row of ids, the longest first to keep padding small."""
@@ -191,6 +247,11 @@ class RewardModel:
             given = score(self.model, [rows[i] for i in batch], pad_id=self.pad_id)
             found = {**found, **dict(zip(batch, given, strict=True))}
         return [found[i] for i in range(len(rows))]
+
+
+def _tools(rows: Sequence[Row], prompts: Sequence[Messages]) -> list[Sequence[Any]]:
+    """The tools of each row; none where there are no rows."""
+    return [row.get("tools", ()) for row in rows or [{}] * len(prompts)]
 
 
 def check(folder: Path) -> None:

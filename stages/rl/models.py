@@ -16,7 +16,7 @@ from transformers import (
 from stages import training
 from stages.base import StageError
 from stages.rewards.model import check
-from stages.rl.actor_critic import ActorCritic, remove_dropout, trainable
+from stages.rl.actor_critic import ActorCritic, bare, remove_dropout, trainable
 
 if TYPE_CHECKING:
     from stages.ppo import PPO
@@ -105,13 +105,14 @@ def check_prompts(
     """Raise ``StageError`` for a prompt that leaves no room for its answer, or that holds a token
     that the policy does not know."""
     longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
-    room = getattr(model.config, "max_position_embeddings", None)
-    if room is not None and len(prompts[longest]) + max_new_tokens > room:
-        raise StageError(
-            f"conversations/train, row {longest}: a prompt of {len(prompts[longest])} tokens and "
-            f"max_new_tokens {max_new_tokens} exceed the context of {room}; lower "
-            "ppo.config.max_new_tokens, or tokenize_data.config.max_length"
-        )
+    for name, each in (("policy", model.policy), ("critic", model.critic)):
+        room = getattr(bare(each).config, "max_position_embeddings", None)
+        if room is not None and len(prompts[longest]) + max_new_tokens > room:
+            raise StageError(
+                f"conversations/train, row {longest}: a prompt of {len(prompts[longest])} tokens "
+                f"and max_new_tokens {max_new_tokens} exceed the context of {room} of the {name}; "
+                "lower ppo.config.max_new_tokens, or tokenize_data.config.max_length"
+            )
     empty = next((row for row, ids in enumerate(prompts) if not len(ids)), None)
     if empty is not None:
         raise StageError(f"conversations/train, row {empty}: its prompt is empty")

@@ -2,12 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stages.base import StageError
+from stages.checkpoint import heads, lineage
 from stages.checkpoint.json_files import read_json
+from stages.checkpoint.layouts import Layout, layout
 
 SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -21,6 +23,18 @@ BESIDE = (
     "added_tokens.json", "merges.txt", "chat_template.json", "*.jinja", "*processor_config.json",
     "LICENSE*",
 )  # fmt: skip
+TRAINED: Mapping[Layout, tuple[str, ...]] = {
+    "safetensors": SAFETENSORS,
+    "bin": PICKLED,
+    "adapter": ("adapter_model.safetensors", "adapter_model.bin"),
+    "dcp": ("pytorch_model_fsdp_0/*",),
+    "rank_files": ("pytorch_model_fsdp*_rank*.bin",),
+    "zero": ("latest", "*/*_states.pt"),
+}
+"""For each layout what holds the weights; ZeRO's lie in the optimizer's states."""
+
+BESIDE_TRAINED = ("adapter_config.json", lineage.NAME, heads.SCALE)
+"""What training leaves beside the weights, and conversion reads."""
 
 
 def choose(names: Sequence[str], *, place: str) -> list[str]:
@@ -44,6 +58,16 @@ def choose(names: Sequence[str], *, place: str) -> list[str]:
     return [*weights, *tokenizer, *_matching(names, BESIDE)]
 
 
+def choose_trained(folder: Path) -> list[str]:
+    """What a conversion reads in a folder that training left, in whatever layout: not what is there
+    to go on with the training. Raises :class:`StageError` for a folder without weights.
+    """
+    names = sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
+    weights = _matching(names, TRAINED[layout(folder)])
+    top = [name for name in names if "/" not in name]
+    return [*weights, *_matching(top, (*TOKENIZERS, *BESIDE, *BESIDE_TRAINED))]
+
+
 def _matching(names: Sequence[str], patterns: Collection[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
@@ -51,7 +75,7 @@ def _matching(names: Sequence[str], patterns: Collection[str]) -> list[str]:
 def _instead(names: Sequence[str]) -> str:
     """The way out, from what the folder holds instead."""
     if "adapter_config.json" in names:
-        return "it holds an adapter: merge that into its base model first"
+        return "it holds an adapter: merge that into its base model first (the flow convert)"
     if any(name.endswith(".gguf") for name in names):
         return "it holds GGUF files: use a source of kind gguf"
     return "give the folder that save_pretrained wrote"

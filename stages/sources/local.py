@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from configs import Config
 from stages.base import StageError
+from stages.checkpoint.layouts import layout
 from stages.data import files
 from stages.sources import folders
 
@@ -18,6 +19,17 @@ class LocalModel(Config):
 
     path: Path
     """The folder. Its weights must be a whole model, not an adapter."""
+
+
+class LocalCheckpoint(Config):
+    """A folder that a training left, in any layout that conversion reads. For conversion alone."""
+
+    kind: Literal["local_checkpoint"] = "local_checkpoint"
+
+    path: Path
+    """The folder with the weights: a PEFT adapter; a whole model in safetensors or ``.bin``; shards
+    of DeepSpeed ZeRO, of FSDP or of ``torch.distributed.checkpoint``; a trainer's
+    ``checkpoint-N``."""
 
 
 class LocalData(Config):
@@ -47,6 +59,15 @@ def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
     for name in names:
         folders.copy(source.path / name, into / name)
     return {}
+
+
+def bring_checkpoint(source: LocalCheckpoint, into: Path) -> dict[str, Any]:
+    """Copy what a conversion reads. Returns the ``layout``; raises :class:`StageError` for a folder
+    without weights in a known one."""
+    kind = layout(source.path)
+    for name in folders.choose_trained(source.path):
+        folders.copy(source.path / name, into / name)
+    return {"layout": kind}
 
 
 def bring_data(source: LocalData, into: Path) -> dict[str, Any]:

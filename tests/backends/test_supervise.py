@@ -211,14 +211,17 @@ def test_two_jobs_never_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ThisMachine().run(launch, gpus=1, log=log, lock=1, poll=lambda: None) == 0
     assert log.read_text() == "x2\n"
     waited: list[int] = []
+    told: list[str] = []
 
     def poll() -> None:
         waited.append(1)
         if len(waited) == 1:
             slots.release(held)
 
-    assert ThisMachine().run(launch, gpus=3, log=log, lock=1, poll=poll) == 0
+    here = ThisMachine()
+    assert here.run(launch, gpus=3, log=log, lock=1, poll=poll, queued=told.append) == 0
     assert waited and log.read_text() == "x2\nx0,x1,x2\n"
+    assert told == ["waits for 3 of 3 GPUs; 1 not in use by other jobs", ""]
 
 
 SECOND_USER = """

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +59,13 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
 
 
 @contextmanager
-def serving(home: Path, port: int | None = None) -> Iterator[Product]:
-    """Start it and stop it as a person at a terminal does: with Ctrl-C."""
+def serving(home: Path, port: int | None = None, **settings: str) -> Iterator[Product]:
+    """Start it and stop it as a person at a terminal does: with Ctrl-C. ``settings`` are further
+    environment variables."""
     port = port or free_port()
     command = [sys.executable, "-u", "-m", "flows.serve", "--port", str(port)]
     with subprocess.Popen(
-        command, env=environment(home), cwd=home, text=True,
+        command, env=environment(home, **settings), cwd=home, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
     ) as process:  # fmt: skip
         try:
@@ -138,6 +139,17 @@ def until(api: str, run: str, *names: str, seconds: float = 240.0) -> dict[str, 
         time.sleep(0.3)
 
 
+def until_any(api: str, runs: Sequence[str], name: str, seconds: float) -> dict[str, Any]:
+    """The first of some runs whose state has this name."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for found in (run_of(api, run) for run in runs):
+            if found["state"]["name"] == name:
+                return found
+        assert time.monotonic() < deadline, f"none is {name}"
+        time.sleep(0.3)
+
+
 def tasks_of(api: str, run: str) -> dict[str, str]:
     """The name of each task of a run, and that of its newest state."""
     query = {"flow_runs": {"id": {"any_": [run]}}, "sort": "EXPECTED_START_TIME_ASC"}
@@ -173,18 +185,38 @@ def retry(api: str, run: str) -> None:
     ask(api, f"/flow_runs/{run}/set_state", {"state": state, "force": True})
 
 
+def resume(api: str, run: str, **answer: Any) -> None:
+    """As the UI does it, with what its form was filled in with."""
+    ask(api, f"/flow_runs/{run}/resume", {"run_input": answer or None})
+
+
+def flow_processes(home: Path) -> list[psutil.Process]:
+    """The processes of the deployed runs at work."""
+    return [
+        each
+        for each in psutil.process_iter()
+        if "prefect.engine" in " ".join(cmdline(each)) and cwd(each) == str(home)
+    ]
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def cwd(process: psutil.Process) -> str:
+    try:
+        return process.cwd()
+    except psutil.Error:
+        return ""
+
+
 def processes(home: Path) -> list[str]:
     """Command lines of the live processes that work below ``home``: ranks, launchers, flows."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = " ".join(process.cmdline())
-            inside = process.cwd() == str(home) or str(home) in words
-            if inside and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(words)
-        except psutil.Error:
-            continue
-    return found
+    found = [(" ".join(cmdline(each)), cwd(each)) for each in psutil.process_iter()]
+    return [words for words, where in found if where == str(home) or str(home) in words]
 
 
 def ranks(home: Path) -> list[str]:

@@ -51,33 +51,10 @@ def newest_step(served: Product) -> int:
     return len(newest.read_text().splitlines())
 
 
-def flow_process(served: Product) -> psutil.Process:
-    (found,) = [
-        each
-        for each in psutil.process_iter()
-        if "prefect.engine" in " ".join(cmdline(each)) and cwd(each) == str(served.home)
-    ]
-    return found
-
-
 def worker_process(served: Product) -> psutil.Process:
     children = psutil.Process(served.process.pid).children()
-    (found,) = [each for each in children if "worker" in " ".join(cmdline(each))]
+    (found,) = [each for each in children if "worker" in " ".join(product.cmdline(each))]
     return found
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def cwd(process: psutil.Process) -> str:
-    try:
-        return process.cwd()
-    except psutil.Error:
-        return ""
 
 
 def assert_settled(served: Product, run: str) -> None:
@@ -105,6 +82,7 @@ def test_cancel_saves_stops_and_says_so_and_retry_resumes(served: Product) -> No
     asked = time.monotonic()
     product.until(served.api, run, "Stopping", "Cancelled", seconds=10)
     assert time.monotonic() - asked < 6
+    product.cancel(served.api, run)  # an impatient second click
     found = product.until(served.api, run, "Cancelled", seconds=60)
     assert product.ranks(served.home) == []
     time.sleep(12)  # the worker has had its own word by now
@@ -121,7 +99,8 @@ def test_cancel_saves_stops_and_says_so_and_retry_resumes(served: Product) -> No
 @pytest.mark.slow
 def test_a_killed_flow_ends_its_ranks_and_retry_resumes(served: Product) -> None:
     run = train(served, "sft.config.learning_rate=1.1e-3", name="killed")
-    flow_process(served).kill()
+    (flow,) = product.flow_processes(served.home)
+    flow.kill()
     product.until(served.api, run, "Crashed", seconds=60)
     product.wait_for(lambda: "Retry goes on" in state_of(served, run)["message"], 90)
     assert re.search(r"checkpoint of step \d+ saved", state_of(served, run)["message"])
@@ -151,7 +130,7 @@ def test_training_goes_on_without_its_worker_and_can_still_be_cancelled(served: 
 def test_a_run_outlives_its_server_and_ends_true(served: Product) -> None:
     run = train(served, "sft.config.learning_rate=1.3e-3", name="outage")
     children = psutil.Process(served.process.pid).children()
-    (server,) = [each for each in children if "server" in " ".join(cmdline(each))]
+    (server,) = [each for each in children if "server" in " ".join(product.cmdline(each))]
     server.kill()
     product.wait_for(lambda: api_answers(served), 90)
     found = product.until(served.api, run, "Completed")
@@ -175,8 +154,67 @@ def test_a_run_of_the_same_name_waits_and_its_state_says_so(served: Product) -> 
     assert waiting["state"]["message"] == "waits for an earlier run named twice to end"
     product.until(served.api, first, "Completed")
     product.until(served.api, second, "Completed")
-    done = product.tasks_of(served.api, second)
-    assert {name for task, name in done.items() if task != "plan"} == {"Reused"}
+    assert_all_reused(served, second)
+
+
+@pytest.mark.slow
+def test_what_a_stage_waits_for_is_the_runs_state(served: Product) -> None:
+    words = [*product.SHORT, "sft.config.learning_rate=1.4e-3"]
+    first, second = (
+        product.submit(served.api, TINY, overrides=[*words, f"name={name}"])["id"]
+        for name in ("one", "other")
+    )
+    waiting = product.until_any(served.api, (first, second), "Queued", seconds=120)
+    assert waiting["state"]["message"].endswith(": another run is making this; waiting for it")
+    for run in (first, second):
+        product.until(served.api, run, "Completed")
+    assert "Reused" in product.tasks_of(served.api, waiting["id"]).values()
+
+
+@pytest.mark.slow
+def test_a_run_that_asks_holds_no_process_and_goes_on_when_resumed(served: Product) -> None:
+    run = product.submit(served.api, TINY, mode="ask", overrides=[*product.SHORT, "name=asks"])[
+        "id"
+    ]
+    assert_suspended(served, run)
+    assert product.tasks_of(served.api, run) == {"plan": "Planned"}
+    product.resume(served.api, run)
+    done = product.until(served.api, run, "Completed")
+    assert done["state"]["message"]
+
+
+@pytest.mark.slow
+def test_a_model_waits_for_a_person_without_a_process(served: Product) -> None:
+    words = [*product.SHORT, "name=judged", "gate.approval=true"]
+    run = product.submit(served.api, "retrain/tiny", overrides=words)["id"]
+    assert_suspended(served, run)
+    pointer = served.home / "store" / "promoted" / "judged" / "current"
+    assert not pointer.exists()
+    product.resume(served.api, run, promote=False, comment="not today")
+    done = product.until(served.api, run, "Turned down")
+    assert done["state"]["message"].startswith("the first of its name; not today")
+    assert_all_reused(served, run)
+    assert not pointer.exists()
+
+
+def assert_all_reused(served: Product, run: str) -> None:
+    """The server writes the states of tasks down a little after they are told to it."""
+
+    def states() -> set[str]:
+        tasks = product.tasks_of(served.api, run)
+        return {state for task, state in tasks.items() if task != "plan"}
+
+    product.wait_for(lambda: states() == {"Reused"}, 30)
+
+
+def assert_suspended(served: Product, run: str) -> None:
+    """The run waits for a person and nothing else of it is there, its keeper included."""
+    product.until(served.api, run, "Suspended", seconds=300)
+    product.wait_for(lambda: not product.flow_processes(served.home), 30)
+    product.wait_for(lambda: not list(served.home.glob("prefect/deployed-runs/*.json")), 30)
+    assert product.ranks(served.home) == []
+    time.sleep(3)
+    assert state_of(served, run)["name"] == "Suspended"
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
+
 from backends.placement import supervise
 from flows import keeper
 from flows.endings import Ending
@@ -70,6 +73,26 @@ def test_a_retry_has_a_record_of_its_own_and_a_settled_one_stays_settled(tmp_pat
     keeper.note(second, asked=True)
     assert not first.exists() and keeper.read(second)["asked"]
     second.unlink()
+
+
+def test_a_keeper_stays_though_somebody_looks_at_its_run_while_it_starts(tmp_path: Path) -> None:
+    """A run that starts looks at the records of all, and fifty may start at once."""
+    record = tmp_path / "run-1.json"
+    me = supervise.identity(os.getpid())
+    record.write_text(json.dumps({"run": "run", "attempt": 1, "flow": me}))
+    lock = record.with_suffix(".lock")
+    with keeper._only_keeper(record) as alone:
+        assert alone
+        process = subprocess.Popen([sys.executable, "-m", "flows.keeper", str(record)])
+        waiting = psutil.Process(process.pid)
+        while str(lock) not in [each.path for each in waiting.open_files()]:
+            assert process.poll() is None, "it has left the run to nobody"
+            time.sleep(0.01)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    record.unlink()  # settled
+    assert process.wait(20) == 0
+    assert not lock.exists()
 
 
 def test_a_process_that_nobody_has_collected_is_gone() -> None:

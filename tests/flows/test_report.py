@@ -15,6 +15,7 @@ import pytest
 from flows.plots import running_mean
 from flows.report import (
     Evaluation,
+    Export,
     Report,
     StageRow,
     Training,
@@ -125,6 +126,25 @@ def test_the_tables_hold_stages_and_scores(report: Report, run: Path) -> None:
     assert row(text, "DPO loss (ln 2 = 0.693: none)") == ["", "0.400 [0.350, 0.450]"]
     assert row(text, "torch") == ["2.13.0"]
     assert "perplexity" not in text, "a line that nothing was measured for is left out"
+
+
+def test_exports_say_what_they_were_made_of_and_how_true_they_are(run: Path) -> None:
+    made = {"parameters": 1234567, "bytes": 2_500_000, "dtypes": {"bfloat16": 1234567}}
+    adapter = {"layout": "adapter", "merged_into": "float32", **made}
+    adapter["parity"] = {"logit_error": 0.0034, "tolerance": 0.05, "change_kept": 0.998}
+    found = {"convert sft": adapter, "convert dpo": {"layout": "zero", **made}}
+    for label, metrics in found.items():
+        (run / label).mkdir(parents=True)
+        (run / label / "metrics.json").write_text(json.dumps(metrics))
+    exports = tuple(Export(label=label, output=run / label) for label in found)
+    text = write_report(run, Report(name="small", stages=(), exports=exports)).read_text()
+    assert row(text, "convert sft") == [
+        "adapter, merged into float32 weights", "1,234,567", "bfloat16", "2 MB",
+        "0.0034 (at most 0.05)", "99.8",
+    ]  # fmt: skip
+    assert row(text, "convert dpo") == ["zero", "1,234,567", "bfloat16", "2 MB", "", ""]
+    assert "## Scores" not in text and "## Figures" not in text
+    assert rebuild(run).read_text() == text
 
 
 def test_a_figure_is_drawn_again_only_when_it_shows_something_new(

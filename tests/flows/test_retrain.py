@@ -1,5 +1,6 @@
 """The gate before a model is used: promoted, refused, rolled back."""
 
+import io
 import json
 import shutil
 import time
@@ -10,6 +11,8 @@ import pytest
 
 from configs import RECIPES, ConfigError, load
 from flows import promotion
+from flows.approval import Decision, at_the_terminal
+from flows.endings import Ending
 from flows.retrain import CANDIDATE, Retrain, conclude
 from flows.steps import Artifact
 from stages import manifest
@@ -22,6 +25,16 @@ NAME = "tiny"
 
 def config_of(store: Path, *overrides: str) -> Retrain:
     return load(Retrain, RECIPES / "tiny.yaml", [f"store={store}", *overrides])
+
+
+def judged(config: Retrain, artifacts: list[Artifact], answer: Decision | None = None) -> Ending:
+    """What becomes of the candidate; without an answer nobody may be asked."""
+
+    def ask(question: str, key: str) -> Decision:
+        assert answer is not None, f"asked: {question}"
+        return answer
+
+    return conclude(config, artifacts, ask)
 
 
 def output(store: Path, stage: str, number: int, **metrics: Any) -> Artifact:
@@ -40,9 +53,9 @@ def change(value: float, low: float, high: float) -> dict[str, Any]:
 
 def test_the_first_model_is_promoted_and_the_same_one_is_nothing_new(tmp_path: Path) -> None:
     config, model = config_of(tmp_path), output(tmp_path, "convert", 1)
-    assert conclude(config, [model]).name == "Promoted"
+    assert judged(config, [model]).name == "Promoted"
     assert promotion.current(tmp_path, NAME) == model.path.resolve()
-    assert conclude(config, [model]).name == "Nothing new"
+    assert judged(config, [model]).name == "Nothing new"
     assert [line["event"] for line in promotion.history(tmp_path, NAME)] == [
         "promoted",
         "nothing new",
@@ -64,8 +77,8 @@ def test_the_interval_of_the_paired_change_decides(
 ) -> None:
     config = config_of(tmp_path, f"gate.require={require}")
     old, new = output(tmp_path, "convert", 1), output(tmp_path, "convert", 2)
-    conclude(config, [old])
-    found = conclude(config, [new, output(tmp_path, "evaluate", 2, **measured)])
+    judged(config, [old])
+    found = judged(config, [new, output(tmp_path, "evaluate", 2, **measured)])
     assert found.name == ending
     kept = new if ending == "Promoted" else old
     assert promotion.current(tmp_path, NAME) == kept.path.resolve()
@@ -77,9 +90,9 @@ def test_less_of_a_loss_is_better(tmp_path: Path) -> None:
     config = config_of(
         tmp_path, "gate.metric=conversations/loss_change", "gate.larger_is_better=false"
     )
-    conclude(config, [output(tmp_path, "convert", 1)])
+    judged(config, [output(tmp_path, "convert", 1)])
     worse = {"conversations/loss_change": {"value": 0.2, "low": 0.1, "high": 0.3}}
-    found = conclude(
+    found = judged(
         config, [output(tmp_path, "convert", 2), output(tmp_path, "evaluate", 2, **worse)]
     )
     assert found.name == "Refused by gate"
@@ -89,10 +102,10 @@ def test_a_metric_that_was_not_measured_is_refused_with_those_that_were(tmp_path
     with pytest.raises(ConfigError, match=r"gate\.metric"):
         config_of(tmp_path, "gate.metric=accuracy")
     config = config_of(tmp_path, "gate.metric=conversations/exact_match_change")
-    conclude(config, [output(tmp_path, "convert", 1)])
+    judged(config, [output(tmp_path, "convert", 1)])
     measured = output(tmp_path, "evaluate", 2, **change(0.1, 0.0, 0.2))
     with pytest.raises(StageError, match="there are preferences/test/accuracy_change"):
-        conclude(config, [output(tmp_path, "convert", 2), measured])
+        judged(config, [output(tmp_path, "convert", 2), measured])
 
 
 def test_rollback_is_one_command_and_goes_back_one_model_each_time(tmp_path: Path) -> None:
@@ -115,14 +128,40 @@ def test_what_a_rollback_left_is_not_promoted_again_by_a_run_that_finds_nothing_
     config = config_of(tmp_path)
     old, new = output(tmp_path, "convert", 1), output(tmp_path, "convert", 2)
     better = output(tmp_path, "evaluate", 2, **change(0.06, 0.03, 0.09))
-    conclude(config, [old])
-    assert conclude(config, [new, better]).name == "Promoted"
+    judged(config, [old])
+    assert judged(config, [new, better]).name == "Promoted"
     promotion.rollback(tmp_path, NAME)
-    found = conclude(config, [new, better])
-    assert found.name == "Nothing new" and "rollback" in found.message
+    found = judged(config, [new, better])
+    assert found.name == "Nothing new" and "rolled back from it" in found.message
     assert promotion.current(tmp_path, NAME) == old.path.resolve()
     newest = output(tmp_path, "convert", 3)
-    assert conclude(config, [newest, better]).name == "Promoted"
+    assert judged(config, [newest, better]).name == "Promoted"
+
+
+def test_with_approval_a_person_decides_once(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "gate.approval=true")
+    old, new = output(tmp_path, "convert", 1), output(tmp_path, "convert", 2)
+    better = output(tmp_path, "evaluate", 2, **change(0.06, 0.03, 0.09))
+    assert judged(config, [old], Decision(approved=True)).name == "Promoted"
+    found = judged(config, [new, better], Decision(approved=False, comment="too chatty"))
+    assert found.name == "Turned down" and "too chatty" in found.message
+    assert promotion.current(tmp_path, NAME) == old.path.resolve()
+    assert promotion.history(tmp_path, NAME)[-1]["because"].endswith("too chatty")
+    again = judged(config, [new, better])
+    assert again.name == "Nothing new" and "turned this model down" in again.message
+
+
+def test_a_model_that_the_gate_refuses_is_nobodys_question(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "gate.approval=true")
+    judged(config, [output(tmp_path, "convert", 1)], Decision(approved=True))
+    worse = output(tmp_path, "evaluate", 2, **change(-0.06, -0.09, -0.03))
+    assert judged(config, [output(tmp_path, "convert", 2), worse]).name == "Refused by gate"
+
+
+def test_where_nobody_can_be_asked_nothing_is_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n"))
+    with pytest.raises(StageError, match=r"nobody can be asked here \(gate.approval\)"):
+        at_the_terminal("tiny", "key")
 
 
 def test_a_pointer_to_a_model_that_is_gone_is_an_error_with_a_way_out(tmp_path: Path) -> None:

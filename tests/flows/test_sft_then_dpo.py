@@ -1,5 +1,6 @@
 """The main job through its command line: real ranks, a real store, wrong input, kill -9."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -115,6 +116,7 @@ def test_only_what_a_change_reaches_runs_again(finished: Path, tmp_path: Path) -
         assert set(plan(finished, f"sft.backend.kind={kind}").values()) == {"reuse"}
     ranks = plan(finished, "sft.backend.kind=local", "sft.resources.ranks_per_node=1")
     assert set(ranks.values()) == {"reuse"}
+    assert set(plan(finished, "trackers=[wandb]").values()) == {"reuse"}
 
 
 def test_one_changed_row_runs_everything_after_it(finished: Path, tmp_path: Path) -> None:
@@ -196,12 +198,25 @@ def test_kill_9_then_the_same_command_gives_the_same_weights(finished: Path, cop
 
 def test_two_runs_at_once_do_the_work_once(copied: Path) -> None:
     shutil.rmtree(copied / "evaluate")
-    first, second = start(copied), start(copied)
+    first, second = start(copied), start(copied, "name=other")
     texts = [run.communicate(timeout=240)[0] for run in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
     for label in ("evaluate base", "evaluate sft", "evaluate dpo"):
         assert sum(text.count(f"{label}: ran in") for text in texts) == 1
     assert any("another run is making this; waiting" in text for text in texts)
+
+
+def test_a_run_of_the_same_name_waits_and_a_plan_does_not(finished: Path) -> None:
+    with (Path(f"{finished}-runs") / ".tiny.lock").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = start(finished)
+        assert waiting.stdout
+        said = [waiting.stdout.readline() for _ in range(2)]
+        assert said[1].endswith("  another run named tiny is at work; waiting for it to end\n")
+        assert set(plan(finished).values()) == {"reuse"}
+        assert waiting.poll() is None
+    rest, _ = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0 and "evaluate dpo: reused" in rest
 
 
 def test_ctrl_c_ends_every_process(copied: Path) -> None:
@@ -225,6 +240,9 @@ def test_ctrl_c_ends_every_process(copied: Path) -> None:
           "sft.config.global_batch_size=1024"], "GPU"),
         (["model.config.source.kind=local_model", "model.config.source.path=/no/such"],
          "/no/such: no such file or directory"),
+        (["trackers=[wandb]"],
+         "sft, dpo: trackers: wandb not installed; type: pip install wandb, or leave out what"),
+        (["trackers=[comet]"], "trackers.0: Input should be 'wandb', 'mlflow' or 'trackio'"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_line(tmp_path: Path, words: list[str], says: str) -> None:

@@ -52,12 +52,13 @@ def picture(page: Any, name: str) -> None:
         page.screenshot(path=PICTURES / f"{name}.png")
 
 
-def open_form(page: Any, served: Product) -> None:
-    """From the list of deployments to the form of sft-then-dpo/tiny, by clicks alone."""
+def open_form(page: Any, served: Product, deployment: str = "sft-then-dpo/tiny") -> None:
+    """From the list of deployments to the form of one of them, by clicks alone."""
+    flow, _, name = deployment.partition("/")
     page.goto(f"{served.url}/v2/deployments")
-    page.get_by_placeholder("Search deployments").fill("tiny")
-    row = page.get_by_role("row").filter(has_text="sft-then-dpo")
-    row.get_by_role("link", name="tiny", exact=True).click()
+    page.get_by_placeholder("Search deployments").fill(name)
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name=flow, exact=True))
+    row.get_by_role("link", name=name, exact=True).click()
     page.get_by_role("button", name="Run").first.click()
     page.get_by_role("menuitem", name="Custom run").click()
     page.get_by_role("button", name="Submit").wait_for()
@@ -179,6 +180,18 @@ def test_cancel_leaves_no_process_and_retry_goes_to_the_end(
     menu(page, "Retry")
     shows(page, "Completed", 6)
     assert product.tasks_of(served.api, run)["sft"] == "Resumed"
+
+
+@pytest.mark.parametrize("name", ["evaluate/tiny_evaluate", "convert/tiny_convert"])
+def test_flows_that_train_nothing_work_unedited_too(page: Any, served: Product, name: str) -> None:
+    preset = product.deployment(served.api, name)["parameters"]["config"]
+    open_form(page, served, name)
+    run = submit(page, served)
+    assert product.run_of(served.api, run)["parameters"]["config"] == preset
+    open_run(page, served, run, "Artifacts")
+    shows(page, "Completed", 5)
+    text = product.page_of(served.api, run, "The run:")
+    assert ("## Scores" if name.startswith("evaluate") else "## Exports") in text
 
 
 def new_steps(served: Product, before: set[Path]) -> int:

@@ -20,6 +20,8 @@ from stages.checkpoint.gguf_tokenizer import SPLITS
 from stages.checkpoint.trained import Training, base_model
 from stages.checkpoint.universal import remove_universal, write_universal
 from stages.convert import Convert, convert
+from stages.fetch import Fetch, fetch
+from stages.sources.local import LocalCheckpoint, LocalModel
 from stages.training import refuse_one_tied_end
 from tests.stages.write_shards import CASES, with_adapter, write_base
 
@@ -797,6 +799,26 @@ def test_a_base_that_the_training_did_not_have_is_refused(bases: Path, tmp_path:
     message = refused(tmp_path, tmp_path / "trained", tmp_path / "base")
     assert start.fingerprint in message
     assert "model 0123456789abcdef" in message
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folders_from_elsewhere_convert_as_where_they_lay(
+    shards: Path, exports: Mapping[str, Path], tmp_path: Path, case: str
+) -> None:
+    """Fetched first; of what a fetched folder was trained from no manifest tells."""
+    base, *_ = CASES[case]
+    places = {
+        "trained": LocalCheckpoint(path=shards / case / "model"),
+        "base": LocalModel(path=shards / "base" / base / "model"),
+    }
+    for name, source in places.items():
+        fetch(Fetch(source=source), Context(tmp_path / name))
+        known = manifest.Identity(stage="fetch", version=1, config={"at": name}, inputs={})
+        manifest.write(tmp_path / name, manifest.Manifest(identity=known))
+    assert not list(tmp_path.rglob("*.py"))
+    out = tmp_path / "out"
+    convert(FLOAT32, Context(out), trained=tmp_path / "trained", base=tmp_path / "base")
+    assert_equal(weights(out), weights(exports[case]))
 
 
 @pytest.mark.parametrize("case", ["dcp_dora", "zero1_dora", "zero3_dora"])

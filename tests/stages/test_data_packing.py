@@ -74,6 +74,11 @@ def test_selected_rows_and_several_chunks_are_packed_alike() -> None:
     )
     halves = concatenate_datasets([rows.select(range(3)), rows.select(range(3, 6))])
     assert packing.pack(halves, 16).to_dict() == packing.pack(rows, 16).to_dict()
+    slice_of_a_table = type(rows)(rows.data.table.slice(1, 3))
+    assert (
+        packing.pack(slice_of_a_table, 16).to_dict()
+        == packing.pack(rows.select([1, 2, 3]).flatten_indices(), 16).to_dict()
+    )
 
 
 def test_the_features_and_the_fingerprint_are_those_of_a_dataset() -> None:

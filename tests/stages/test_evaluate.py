@@ -493,6 +493,20 @@ def test_a_baseline_that_is_no_evaluation_is_refused(
         run(models["base"], baseline=data)
 
 
+def test_a_baseline_of_another_tokenizer_is_refused(
+    run: Callable[..., Found], models: dict[str, Path], tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(models["base"], tmp_path / "other"))
+    file = other / "model" / "tokenizer.json"
+    facts = json.loads(file.read_text())
+    numbers = facts["model"]["vocab"].values()
+    facts["model"]["vocab"] = {f"w{n}" if n < 4 else f"v{n}": n for n in numbers}
+    file.write_text(json.dumps(facts))
+    _, out = run(other)
+    with pytest.raises(StageError, match="read other words in the same tokens"):
+        run(models["tuned"], baseline=out)
+
+
 def spoil_token(splits: dict[str, Rows]) -> None:
     splits["preferences/train"][2]["chosen_ids"] = [VOCABULARY, 1]
 

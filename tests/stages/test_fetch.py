@@ -306,6 +306,40 @@ def test_a_folder_that_is_no_whole_model_is_refused(
     assert re.search(says, message) and str(folder) in message and "\n" not in message
 
 
+def test_of_a_trained_folder_comes_what_conversion_reads(folder: Path, tmp_path: Path) -> None:
+    """Of a trainer's checkpoint the whole model that it holds, and nothing to resume from."""
+    (folder / "trainer_state.json").write_text("{}")
+    for name in ("optimizer.pt", "rng_state_0.pth", "modeling_mine.py", "reward_scale.json"):
+        (folder / name).write_text("x")
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (folder / name).mkdir()
+        (folder / name / "__0_0.distcp").write_text("x")
+    out = bring(tmp_path / "out", kind="local_checkpoint", path=folder)
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*")} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja", "reward_scale.json",
+    }  # fmt: skip
+    assert json.loads((out.parent / "source.json").read_text())["layout"] == "safetensors"
+
+
+def test_an_adapter_needs_neither_config_nor_tokenizer(made: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    (mine / "checkpoint-5").mkdir(parents=True)
+    for name in ("adapter_config.json", "base.json", "checkpoint-5/adapter_config.json"):
+        (mine / name).write_text("{}")
+    shutil.copy(made / "model.safetensors", mine / "adapter_model.safetensors")
+    out = bring(tmp_path / "out", kind="local_checkpoint", path=mine)
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*")} == {
+        "adapter_config.json", "adapter_model.safetensors", "base.json",
+    }  # fmt: skip
+
+
+def test_a_folder_without_weights_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    message = refuse(tmp_path / "out", kind="local_checkpoint", path=folder)
+    assert "no weights in a known layout (safetensors, bin, adapter, dcp" in message
+
+
 def test_local_data_comes_as_it_is(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     (mine / "more").mkdir(parents=True)

@@ -572,6 +572,14 @@ def test_a_side_without_rows_is_an_error_whose_way_out_works(tmp_path: Path) -> 
         run(tmp_path / "c", good(40), PrepareData(test_fraction=0.9999))
 
 
+def test_every_row_can_be_held_out(tmp_path: Path) -> None:
+    out = run(tmp_path, good(40), PrepareData(test_fraction=1))
+    assert len(read(out / "conversations" / "test.jsonl")) == 40
+    assert read(out / "conversations" / "train.jsonl") == []
+    totals = json.loads((out / "report.json").read_text())["conversations"]["totals"]
+    assert (totals["train"], totals["kept"]) == (0, 40)
+
+
 def test_one_question_for_all_rows_cannot_be_split(tmp_path: Path) -> None:
     rows = [{"messages": [Q, assistant(f"a{n}")]} for n in range(40)]
     with pytest.raises(StageError, match="they share their first user turn"):

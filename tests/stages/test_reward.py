@@ -1,5 +1,6 @@
 """Reward models: training, the score that every stage shares, export, and what is measured."""
 
+import datetime
 import json
 import math
 import shutil
@@ -12,16 +13,23 @@ import numpy as np
 import pytest
 
 from backends import DDP, FSDP, AnyBackend, DeepSpeed, Resources
-from stages import checkpoint, resume
-from stages.base import StageError
+from stages import checkpoint, resume, rewards
+from stages.base import Context, StageError
+from stages.evaluate import Evaluate, evaluate
 from stages.evaluation import reward_measures
 from stages.evaluation.intervals import Intervals
+from stages.grpo import GRPO, grpo
+from stages.ppo import PPO, ppo
 from stages.reward import distinct_pad
+from stages.rewards import prompts
+from stages.rewards.config import Reward
 from stages.rewards.model import SCALE, RewardModel, Scale, measured, read_scale, write_scale
+from stages.tokenize_data import TokenizeData, tokenize_data
 from tests.small import Run, run_jobs
 from tests.task import write_task
 
 STEPS = 12
+ASKED = [{"role": "user", "content": "1 km = ? m"}]
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full"},
     "lora": {"kind": "lora", "rank": 8},
@@ -52,6 +60,32 @@ def export(out: Path, task: Path, method: str) -> Run:
     )
 
 
+TOOL = {"type": "function", "function": {"name": "convert", "description": "m to km"}}
+DATED_TEMPLATE = (
+    "{{ strftime_now('%d %b %Y') }}\n{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+)
+
+
+def write_dated(out: Path, task: Path) -> Path:
+    """``task`` with tools in every other row, and a chat template that writes them and the date."""
+    shutil.copytree(task / "base", out / "base")
+    template = out / "base" / "model" / "chat_template.jinja"
+    template.write_text(DATED_TEMPLATE + template.read_text())
+    for path in (task / "prepared").glob("*/*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [row | ({"tools": [TOOL]} if n % 2 else {}) for n, row in enumerate(rows)]
+        copy = out / "prepared" / path.relative_to(task / "prepared")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize_data(
+        TokenizeData(max_length=256, template_date=datetime.date(2024, 7, 26)),
+        Context(out / "data"),
+        model=out / "base",
+        data=out / "prepared",
+    )
+    return out
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_task(tmp_path_factory.mktemp("task"))
@@ -63,6 +97,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[str, Run]
     out = tmp_path_factory.mktemp("made")
     runs = {f"reward-{method}": training(out, task, method) for method in METHODS}
     runs |= {f"export-{method}": export(out, task, method) for method in METHODS}
+    runs["reward-dated"] = replace(
+        training(out, write_dated(out / "dated", task), "full"), out=out / "reward-dated"
+    )
     run_jobs(list(runs.values()))
     return runs
 
@@ -118,6 +155,37 @@ def test_ids_of_a_conversation_are_those_of_the_data_stage(
             assert ids == row["prompt_ids"] + row[f"{side}_ids"]
 
 
+def test_the_date_and_the_tools_that_it_learnt_from_are_those_that_it_scores_with(
+    made: dict[str, Run],
+) -> None:
+    from datasets import load_from_disk
+
+    run = made["reward-dated"]
+    model = RewardModel.load(run.out / "model", device="cpu")
+    rows = list(prompts.read(run.inputs["data"], "test"))
+    told = prompts.facts(rows)
+    assert [row.get("tools") for row in told[:2]] == [None, [TOOL]]
+    messages = [prompts.messages(row, model.template.tokenizer) for row in rows]
+    whole: Any = load_from_disk(str(run.inputs["data"] / "conversations" / "test"))
+    expected = model.scale.applied(model.raw(whole["input_ids"]))
+    assert model(messages, [row["answer"] for row in told], told) == pytest.approx(expected)
+    text = model.template.tokenizer.decode(whole["input_ids"][1])
+    assert text.startswith("26 Jul 2024\n") and '"name": "convert"' in text
+
+
+def test_a_dated_template_without_its_date_is_refused_with_a_way_out(
+    made: dict[str, Run], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(made["reward-dated"].out / "model", tmp_path / "model"))
+    scale = json.loads((model / SCALE).read_text())
+    (model / SCALE).write_text(json.dumps(scale | {"template_date": None}))
+    with pytest.raises(StageError, match=r"today's date.*template_date in its reward_scale\.json"):
+        RewardModel.load(model, device="cpu")([ASKED], ["1 m"])
+    (model / SCALE).write_text(json.dumps(scale | {"template_date": "yesterday"}))
+    with pytest.raises(StageError, match="not a reward scale"):
+        RewardModel.load(model, device="cpu")
+
+
 def test_the_scale_makes_demonstrations_mean_0_and_std_1(made: dict[str, Run], task: Path) -> None:
     from datasets import load_from_disk
 
@@ -125,7 +193,8 @@ def test_the_scale_makes_demonstrations_mean_0_and_std_1(made: dict[str, Run], t
 
     folder = made["export-full"].out / "model"
     model = RewardModel.load(folder, device="cpu")
-    assert json.loads((folder / SCALE).read_text()) == metrics(made["reward-full"])["scale"]
+    scale = metrics(made["reward-full"])["scale"] | {"template_date": None}
+    assert json.loads((folder / SCALE).read_text()) == scale
     rows: Any = load_from_disk(str(task / "data" / "conversations" / "train"))
     chosen = rows.select(sample(len(rows), 64, seed=0))["input_ids"]
     scaled = model.scale.applied(model.raw([list(ids) for ids in chosen]))
@@ -180,6 +249,64 @@ def test_a_folder_that_is_no_reward_model_is_refused(
         RewardModel.load(made["reward-lora"].out / "model", device="cpu")
     with pytest.raises(StageError, match=r"no config\.json; give an output of convert"):
         RewardModel.load(tmp_path, device="cpu")
+
+
+def shortened(made: dict[str, Run], out: Path, context: int) -> Path:
+    """The full reward model, in a folder that holds ``model``, with a context of so many tokens."""
+    shutil.copytree(made["export-full"].out / "model", out / "model")
+    config = json.loads((out / "model" / "config.json").read_text())
+    (out / "model" / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": context})
+    )
+    return out
+
+
+TOO_SHORT = (
+    r"conversations/{split}, row \d+: a prompt of \d+ tokens, max_new_tokens 8 and a stop token "
+    r"exceed the context of 20 of the reward model .*; lower max_new_tokens, or .*, or give one"
+)
+
+
+def test_a_reward_model_with_too_short_a_context_is_refused_before_the_work(
+    made: dict[str, Run], task: Path, tmp_path: Path
+) -> None:
+    judge = shortened(made, tmp_path / "judge", 20)
+    asked = {"rewards": [{"model": True}], "max_new_tokens": 8}
+    inputs = {"policy": task / "base", "data": task / "data", "reward": judge}
+    with pytest.raises(StageError, match=TOO_SHORT.format(split="train")):
+        ppo(PPO.model_validate(asked), Context(tmp_path / "ppo"), **inputs)
+    with pytest.raises(StageError, match=TOO_SHORT.format(split="train")):
+        grpo(GRPO.model_validate(asked), Context(tmp_path / "grpo"), **inputs)
+    inputs["model"] = inputs.pop("policy")
+    config = Evaluate.model_validate(asked | {"train_pairs": 0})
+    with pytest.raises(StageError, match=TOO_SHORT.format(split="test")):
+        evaluate(config, Context(tmp_path / "evaluate"), **inputs)
+    assert not (tmp_path / "evaluate" / "metrics.jsonl").exists(), "nothing was measured yet"
+
+
+def test_the_longest_prompt_with_its_answer_may_fill_the_context(
+    made: dict[str, Run], task: Path, tmp_path: Path
+) -> None:
+    rows = prompts.read(task / "data")
+    longest = max(map(len, rows["prompt_ids"]))  # by the same template and tokenizer
+    for context, fits in ((longest + 9, True), (longest + 8, False)):
+        judge = shortened(made, tmp_path / str(context), context)
+        scorer = rewards.load((Reward(model=True),), {"reward": judge}, "cpu")
+        if fits:
+            rewards.check_room(scorer, rows, None, max_new_tokens=8)
+        else:
+            with pytest.raises(StageError, match=f"a prompt of {longest} tokens"):
+                rewards.check_room(scorer, rows, None, max_new_tokens=8)
+
+
+def test_a_critic_with_too_short_a_context_is_refused(
+    made: dict[str, Run], task: Path, tmp_path: Path
+) -> None:
+    rated = {"rewards": [{"function": "length", "options": {"most": 3}}]}
+    config = PPO.model_validate(rated | {"critic": "reward", "max_new_tokens": 8})
+    judge = shortened(made, tmp_path / "judge", 20)
+    with pytest.raises(StageError, match="exceed the context of 20 of the critic"):
+        ppo(config, Context(tmp_path), policy=task / "base", data=task / "data", reward=judge)
 
 
 def test_a_reward_model_needs_its_own_tokenizer(made: dict[str, Run], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stages.base import Context, StageError
+from stages.evaluation.items import read_split
 from stages.prepare_data import PrepareData, prepare_data
 from stages.tokenize_data import TokenizeData, tokenize_data
 
@@ -301,6 +302,7 @@ def test_the_stored_types_are_int32_lists(tmp_path: Path, models: Any) -> None:
         "labels": ids,
         "prompt_ids": ids,
         "prompt": Value("string"),
+        "tools": Value("string"),
         "answer": Value("string"),
         "length": Value("int32"),
     }
@@ -500,6 +502,18 @@ def test_overflow_drops_the_row_counts_it_and_is_free(tmp_path: Path, models: An
         run(tmp_path / "c", model, [LONG], max_length=limit - 1)
 
 
+def test_a_side_that_nothing_was_prepared_for_stays_empty(tmp_path: Path, models: Any) -> None:
+    data = prepared(tmp_path / "data", [ONE_TURN, LONG])
+    (data / "conversations" / "train.jsonl").write_text("")
+    out = tmp_path / "out"
+    metrics = tokenize_data(TokenizeData(), Context(out), model=models("chatml"), data=data)
+    assert metrics["conversations/train/rows"] == metrics["conversations/train/longest"] == 0
+    assert metrics["conversations/test/rows"] > 0
+    assert read_split(out, "conversations/train", limit=5) == []
+    with pytest.raises(StageError, match="no rows; hold some out"):
+        read_split(out, "conversations/train")
+
+
 def test_overflow_can_be_an_error_with_its_place(tmp_path: Path, models: Any) -> None:
     model = models("chatml")
     limit = length(model, LONG)
@@ -579,7 +593,11 @@ def test_the_metrics_count_rows_and_tokens(tmp_path: Path, models: Any) -> None:
 
 def test_without_preferences_there_is_no_such_folder(tmp_path: Path, models: Any) -> None:
     out, metrics = run(tmp_path, models("chatml"), [ONE_TURN])
-    assert {path.name for path in out.iterdir()} == {"conversations", "quarantine.jsonl"}
+    assert {path.name for path in out.iterdir()} == {
+        "conversations",
+        "quarantine.jsonl",
+        "template.json",
+    }
     assert {path.name for path in (out / "conversations").iterdir()} == {"train", "test"}
     assert not any(name.startswith("preferences") for name in metrics)
 

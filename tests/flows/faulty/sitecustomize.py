@@ -1,8 +1,8 @@
 """Imported by every process whose PYTHONPATH names this folder: breaks a training rank on request.
 
 ``FAULT`` is ``KIND:RANK:STEP``, or ``KIND:RANK:STEP:FILE`` to strike only once. The product knows
-nothing of it: the callback that watches
-training is wrapped from outside once it has been imported.
+nothing of it: the callback that watches training is wrapped from outside once it has been imported.
+For ``unsupervised`` and ``drown`` STEP is the length of a block of steps, see `_in_blocks`.
 """
 
 import os
@@ -10,6 +10,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+LINE = "a line of a library that says too much\n"
 
 
 def _break(kind: str) -> None:
@@ -30,7 +33,7 @@ def _break(kind: str) -> None:
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "flood":
-        sys.stdout.write("a line of a library that says too much\n" * 1_000_000)
+        sys.stdout.write(LINE * 1_000_000)
     if kind == "memory":
         eaten = [bytearray(os.urandom(1 << 20)) * 64 for _ in range(200)]
         raise AssertionError(f"nobody minded {len(eaten)} blocks")
@@ -61,9 +64,27 @@ def _wrap() -> None:
         return log(self, args, state, control, logs=logs, **more)
 
     watched.on_step_end, watched.on_log = on_step_end, on_log
-    if kind == "unsupervised":
-        sys.modules["stages.beats"].Beats.beat = lambda *_, **__: None
-        sys.modules["stages.stopping"].StopRequest.agreed = lambda *_: False
+    if kind in ("unsupervised", "drown"):
+        watched.on_step_end = _in_blocks(kind, step_end, int(step), noisy=mine)
+
+
+def _in_blocks(kind: str, step_end: Any, length: int, *, noisy: bool) -> Any:
+    """Blocks of ``length`` steps by turns: supervised and not, or with ten thousand lines a step
+    into the log and into nothing."""
+    beats, stopping = sys.modules["stages.beats"].Beats, sys.modules["stages.stopping"].StopRequest
+    kept = beats.beat, stopping.agreed
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115
+
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        plain = (state.global_step - 1) // length % 2 == 1
+        if kind == "drown" and noisy:
+            (nowhere if plain else sys.stdout).write(LINE * 10_000)
+        if kind == "unsupervised":
+            unheard = lambda *_, **__: None, lambda *_: False
+            beats.beat, stopping.agreed = unheard if plain else kept
+        return step_end(self, args, state, control, **more)
+
+    return on_step_end
 
 
 if os.environ.get("FAULT") and "RANK" in os.environ:
