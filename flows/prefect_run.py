@@ -21,7 +21,7 @@ from flows.failures import CANCELLED, PREEMPTED, StageFailed
 from flows.prefect_engine import Outcome, as_task
 from flows.prefect_watch import Watch, impatient, server_may_be_away
 from flows.run_page import Board
-from flows.run_stage import Plan, Say, plan
+from flows.run_stage import Plan, Say
 from flows.steps import Artifact, Step
 
 if TYPE_CHECKING:
@@ -118,8 +118,7 @@ def _as_plan_task(flow: Deployable, config: Any, this: Run) -> list[Plan]:
             plans = outcome.value = _plans(flow, config)
             key = _slug(f"plan-{flow.name}-{config.name}")
             _show_plan(plan_page.page(config, plans), key, this)
-            blocked = [f"{each.label}: {each.obstacle}" for each in plans if each.obstacle]
-            if blocked:
+            if blocked := runs.obstacles(plans):
                 raise ConfigError("\n".join(blocked))
             return Ending("Planned", plan_page.line(plans)).state()
         return outcome.state()
@@ -136,7 +135,7 @@ def _plans(flow: Deployable, config: Any) -> list[Plan]:
     plans: list[Plan] = []
 
     def look(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
-        planned = plan(stage, step, config.store, label=label, inputs=inputs)
+        planned = runs.plan_stage(config, stage, step, label=label, inputs=inputs)
         plans.append(planned)
         return planned.promised
 

@@ -218,7 +218,7 @@ def _beside(running: Running) -> None:
     """A second flow of the same recipe, which must run nothing itself."""
     second = start(running.store.with_suffix(".yaml"), "none:0:0")
     said = second.communicate(timeout=90)[0]
-    assert second.returncode == 0 and "another run is making this" in said, said
+    assert second.returncode == 0 and "another run named one is at work" in said, said
 
 
 CASES = (
