@@ -94,9 +94,20 @@ def ask(api: str, path: str, query: Any = None, method: str | None = None) -> An
     data = None if query is None else json.dumps(query).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{api}{path}", data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        text = reply.read()
+    text = _answer(request)
     return json.loads(text) if text else None
+
+
+def _answer(request: urllib.request.Request, *, tries: int = 5) -> bytes:
+    """A server on SQLite says 503 while that is busy; Prefect's own clients try again too."""
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.read()
+    except urllib.error.HTTPError as error:
+        if error.code != 503 or tries == 1:
+            raise
+    time.sleep(1.0)
+    return _answer(request, tries=tries - 1)
 
 
 def refused(api: str, path: str, query: Any) -> tuple[int, str]:
