@@ -138,6 +138,23 @@ def test_a_run_outlives_its_server_and_ends_true(served: Product) -> None:
     assert_settled(served, run)
 
 
+@pytest.mark.slow
+def test_training_goes_on_while_its_server_hangs_for_five_minutes(served: Product) -> None:
+    run = train(served, "sft.config.learning_rate=1.5e-3", name="hanging")
+    children = psutil.Process(served.process.pid).children()
+    (server,) = [each for each in children if "server" in " ".join(product.cmdline(each))]
+    before = newest_step(served)
+    server.send_signal(signal.SIGSTOP)
+    try:
+        product.wait_for(lambda: newest_step(served) > before + 20, 120)
+        time.sleep(300)
+    finally:
+        server.send_signal(signal.SIGCONT)
+    product.wait_for(lambda: state_of(served, run)["type"] == "COMPLETED", 300)
+    assert state_of(served, run)["message"].endswith("ran")
+    assert_settled(served, run)
+
+
 def api_answers(served: Product) -> bool:
     try:
         return bool(product.ask(served.api, "/health"))
