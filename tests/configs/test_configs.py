@@ -6,9 +6,9 @@ import pytest
 from pydantic import PositiveFloat
 
 from backends import AnyBackend, Local
-from configs import RECIPES, Config, ConfigError, load
+from configs import Config, ConfigError, load
+from flows.catalogue import FLOWS, Deployable
 from flows.sft_then_dpo import SFTThenDPO
-from flows.sft_then_ppo import SFTThenPPO
 
 
 class Inner(Config):
@@ -97,12 +97,16 @@ def test_a_missing_recipe_suggests_its_neighbours(tmp_path: Path) -> None:
         load(Outer, tmp_path / "tinny.yaml")
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_recipe_loads(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flow", "path"),
+    [(flow, path) for flow in FLOWS.values() for path in flow.recipes()],
+    ids=lambda part: getattr(part, "stem", None) or part.name,
+)
+def test_every_recipe_loads(flow: Deployable, path: Path) -> None:
     overrides = []
     if path.stem == "smollm2":  # the user names the data
         overrides = [f"{part}.config.source.path=x" for part in ("conversations", "preferences")]
-    load(SFTThenPPO if "ppo" in path.stem else SFTThenDPO, path, overrides)
+    load(flow.schema, path, overrides)
 
 
 def test_every_field_says_what_it_is_for() -> None:
