@@ -38,12 +38,18 @@ def test_dead_runs_crash_waiting_ones_do_not_and_an_event_starts_a_retraining(
             assert "no heartbeat for 200 s; Retry goes on" in dead["state"]["message"]
         finally:
             flow.send_signal(signal.SIGCONT)
-        alive = product.until(served.api, run, "Running", seconds=30)
-        assert alive["state"]["message"] == "goes on: it was taken for dead"
+        product.wait_for(
+            lambda: state_of(served, run) == ("Running", "goes on: it was taken for dead"), 60
+        )
         product.cancel(served.api, run)
         product.until(served.api, run, "Cancelled", seconds=60)
         assert product.run_of(served.api, asks)["state"]["name"] == "Suspended"
         assert started["deployment_id"] == product.deployment(served.api, RETRAIN)["id"]
+
+
+def state_of(served: Product, run: str) -> tuple[str, str]:
+    state = product.run_of(served.api, run)["state"]
+    return state["name"], state["message"]
 
 
 def create_automations(served: Product) -> None:
