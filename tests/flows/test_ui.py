@@ -97,10 +97,14 @@ def open_run(page: Any, served: Product, run: str, tab: str) -> None:
     page.get_by_role("tab", name=tab).click()
 
 
-def shows(page: Any, state: str, minutes: float) -> None:
-    """The badge beside the run's name says so, without a reload."""
-    badge = page.get_by_text(state, exact=True).first
-    badge.wait_for(timeout=minutes * MINUTE)
+def shows(page: Any, served: Product, run: str, state: str, minutes: float) -> None:
+    """The run comes to be in the state, and the page says so without a reload."""
+
+    def is_there() -> bool:
+        return product.run_of(served.api, run)["state"]["name"] == state
+
+    product.wait_for(is_there, 60 * minutes)
+    page.get_by_text(state, exact=True).first.wait_for()
 
 
 def menu(page: Any, item: str) -> None:
@@ -134,7 +138,7 @@ def test_submit_with_no_edits_works_and_the_report_has_curves(
     page.get_by_text("run-sft-then-dpo-tiny").first.click()
     page.get_by_role("heading", name="sft", exact=True).wait_for()
     open_run(page, served, first, "Artifacts")
-    shows(page, "Completed", 6)
+    shows(page, served, first, "Completed", 10)
     picture(page, "run")
     page.get_by_text("run-sft-then-dpo-tiny").first.click()
     page.get_by_role("heading", name="Scores").wait_for()
@@ -153,7 +157,7 @@ def test_one_changed_value_reuses_what_it_does_not_reach(
     field(page, BETA).fill("0.2")
     run = submit(page, served)
     open_run(page, served, run, "Task Runs")
-    shows(page, "Completed", 5)
+    shows(page, served, run, "Completed", 10)
     assert product.run_of(served.api, run)["parameters"]["config"]["dpo"]["config"]["beta"] == 0.2
     tasks = product.tasks_of(served.api, run)
     assert tasks["sft"] == "Reused" and tasks["dpo"] == "Trained"
@@ -172,13 +176,13 @@ def test_cancel_leaves_no_process_and_retry_goes_to_the_end(
     open_run(page, served, run, "Logs")
     product.wait_for(lambda: new_steps(served, before) > 20)
     menu(page, "Cancel")
-    shows(page, "Cancelled", 1.5)
+    shows(page, served, run, "Cancelled", 1.5)
     assert product.ranks(served.home) == []
     product.wait_for(lambda: message_of(served, run).endswith("0 left"), 60)
     page.get_by_role("tab", name="Details").click()
     picture(page, "cancelled")
     menu(page, "Retry")
-    shows(page, "Completed", 6)
+    shows(page, served, run, "Completed", 10)
     assert product.tasks_of(served.api, run)["sft"] == "Resumed"
 
 
@@ -189,7 +193,7 @@ def test_flows_that_train_nothing_work_unedited_too(page: Any, served: Product, 
     run = submit(page, served)
     assert product.run_of(served.api, run)["parameters"]["config"] == preset
     open_run(page, served, run, "Artifacts")
-    shows(page, "Completed", 5)
+    shows(page, served, run, "Completed", 10)
     text = product.page_of(served.api, run, "The run:")
     assert ("## Scores" if name.startswith("evaluate") else "## Exports") in text
 
