@@ -1,4 +1,4 @@
-"""Asking a person before something is done that cannot be taken back silently.
+"""Asking a person before a run goes on, or its model is promoted.
 
 A deployed run is suspended for it: no process waits, and Resume in the UI starts the run again,
 which finds its finished stages in the store.
@@ -37,7 +37,7 @@ def at_the_terminal(question: str, key: str) -> Decision:
 
 def in_the_ui(question: str, key: str) -> Decision:
     """Suspends the flow run around it: raises Prefect's ``Pause`` until the run was resumed with
-    an answer. Raises ``StageError`` when it was resumed without one."""
+    an answer."""
     from prefect.flow_runs import suspend_flow_run
     from prefect.input import RunInput
 
