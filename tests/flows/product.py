@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +166,15 @@ def tasks_of(api: str, run: str) -> dict[str, str]:
     query = {"flow_runs": {"id": {"any_": [run]}}, "sort": "EXPECTED_START_TIME_ASC"}
     found = ask(api, "/task_runs/filter", query)
     return {each["name"]: each["state"]["name"] for each in found if each["state"]}
+
+
+def until_tasks(api: str, run: str, right: Callable[[dict[str, str]], bool]) -> None:
+    """Wait until the states of a run's tasks are as they should be: Prefect sends them as events,
+    and its server writes them down some time after the run's own state."""
+    deadline = time.monotonic() + 60
+    while not right(found := tasks_of(api, run)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.3)
 
 
 def artifacts_of(api: str, run: str) -> list[dict[str, Any]]:

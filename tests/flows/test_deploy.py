@@ -191,7 +191,7 @@ def test_a_plan_tells_everything_in_seconds_and_does_nothing(served: Product) ->
     found = product.until(served.api, run["id"], seconds=90)
     assert (found["state"]["name"], found["state"]["message"]) == ("Planned", "12 to run")
     assert found["name"].startswith("new-model · new-task · dpo · ")
-    assert product.tasks_of(served.api, run["id"]) == {"plan": "Planned"}
+    product.until_tasks(served.api, run["id"], lambda tasks: tasks == {"plan": "Planned"})
     page = product.page_of(served.api, run["id"], "What the run will do")
     assert "DDP x2" in page and "torch.distributed.run" in page
     assert not (served.home / "store").exists()
