@@ -7,6 +7,7 @@ which finds its finished stages in the store.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from stages.base import StageError
 
@@ -37,17 +38,17 @@ def at_the_terminal(question: str, key: str) -> Decision:
 
 def in_the_ui(question: str, key: str) -> Decision:
     """Suspends the flow run around it: raises Prefect's ``Pause`` until the run was resumed with
-    an answer."""
+    an answer. The server refuses a Resume without one, since no default of ours is a decision."""
     from prefect.flow_runs import suspend_flow_run
     from prefect.input import RunInput
 
     class Answer(RunInput):
-        promote: bool = True
+        decision: Literal["promote", "turn down"]
         comment: str = ""
 
     form = Answer.with_initial_data(description=question)
     said = suspend_flow_run(wait_for_input=form, key=key)
-    return Decision(said.promote, said.comment)
+    return Decision(said.decision == "promote", said.comment)
 
 
 def of_the_plan() -> None:

@@ -205,9 +205,9 @@ def retry(api: str, run: str) -> None:
     ask(api, f"/flow_runs/{run}/set_state", {"state": state, "force": True})
 
 
-def resume(api: str, run: str, **answer: Any) -> None:
-    """As the UI does it, with what its form was filled in with."""
-    ask(api, f"/flow_runs/{run}/resume", {"run_input": answer or None})
+def resume(api: str, run: str, **answer: Any) -> Any:
+    """As the UI does it, with what its form was filled in with; what the server says."""
+    return ask(api, f"/flow_runs/{run}/resume", {"run_input": answer or None})
 
 
 def flow_processes(home: Path) -> list[psutil.Process]:

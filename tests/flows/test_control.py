@@ -206,7 +206,10 @@ def test_a_model_waits_for_a_person_without_a_process(served: Product) -> None:
     assert_suspended(served, run)
     pointer = served.home / "store" / "promoted" / "judged" / "current"
     assert not pointer.exists()
-    product.resume(served.api, run, promote=False, comment="not today")
+    refusal = product.resume(served.api, run)
+    assert refusal["status"] == "REJECT" and "'decision' is a required" in str(refusal), refusal
+    assert state_of(served, run)["name"] == "Suspended"
+    product.resume(served.api, run, decision="turn down", comment="not today")
     done = product.until(served.api, run, "Turned down")
     assert done["state"]["message"].startswith("the first of its name; not today")
     assert_all_reused(served, run)

@@ -66,7 +66,8 @@ def _log_probs(model: Any) -> Any:
     return torch.stack(rows).log_softmax(-1)
 
 
-def _rewards() -> Any:
+def rewards() -> Any:
+    """(prompts, words) the reward of each word as an answer, in float64."""
     import torch
 
     table = torch.full((len(PROMPTS), WORDS), OTHER, dtype=torch.float64)
@@ -85,15 +86,15 @@ def distribution(folder: Path) -> Any:
         return _log_probs(AutoModelForCausalLM.from_pretrained(folder)).double()
 
 
-def measure(policy: Any, reference: Any) -> dict[str, float]:
+def measure(policy: Any, reference: Any, table: Any = None) -> dict[str, float]:
     """E[r] and KL(policy || reference), means over the prompts, of (prompts, words) tables."""
     p = policy.exp()
     return {
-        "reward": float((p * _rewards()).sum(1).mean()),
+        "reward": float((p * (rewards() if table is None else table)).sum(1).mean()),
         "kl": float((p * (policy - reference)).sum(1).mean()),
     }
 
 
-def optimum(reference: Any, beta: float) -> Any:
+def optimum(reference: Any, beta: float, table: Any = None) -> Any:
     """The best (prompts, words) log-probabilities under a penalty of ``beta`` a nat."""
-    return (reference + _rewards() / beta).log_softmax(-1)
+    return (reference + (rewards() if table is None else table) / beta).log_softmax(-1)
