@@ -12,6 +12,7 @@ from backends.planner.work import Setup
 from flows import planning
 from flows.run_stage import Plan
 from flows.ways import Way
+from stages.training import Training
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Cost:
     """Of the fullest rank."""
 
     steps: int | None = None
-    """Optimizer steps that are left."""
+    """That are left, as the stage counts them: of PPO its updates."""
 
     seconds: float | None = None
     """Of those steps."""
@@ -54,7 +55,7 @@ def cost(planned: Plan) -> Cost | None:
         on_gpus=cuda,
         memory_bytes=judged.memory.total if judged else None,
         steps=steps,
-        seconds=judged.time.seconds * steps if judged and steps is not None else None,
+        seconds=_seconds(planned.step.config, judged, steps),
         disk_bytes=planning.disk_bytes(planned.step, planned.lineage),
     )
 
@@ -76,12 +77,19 @@ def _judged(planned: Plan, way: Way) -> Option | None:
         return None
 
 
+def _seconds(config: Training, judged: Option | None, steps: int | None) -> float | None:
+    if judged is None or steps is None:
+        return None
+    return judged.time.seconds * steps * config.optimizer_steps_per_step
+
+
 def _steps(planned: Plan) -> int | None:
-    config = planned.step.config
+    config: Training = planned.step.config
     rows, steps = _rows(planned.inputs.get("data")), None
-    kind = "preferences" if "policy" in planned.inputs else "conversations"
+    of_pairs = planning.stage(config) in planning.OF_PAIRS
+    kind = "preferences" if of_pairs else "conversations"
     if rows and f"{kind}/train/rows" in rows:
-        steps = math.ceil(rows[f"{kind}/train/rows"] * config.epochs / config.global_batch_rows)
+        steps = math.ceil(rows[f"{kind}/train/rows"] * config.epochs / config.rows_per_step)
     known = [number for number in (steps, config.max_steps) if number is not None]
     return min(known, default=None)
 

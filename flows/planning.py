@@ -161,17 +161,25 @@ STAGES: Mapping[type[Training], Stage] = {
 """What the planner calls the stage of a config; it takes every other for ``sft``."""
 
 
+OF_PAIRS = ("dpo", "reward")
+"""Stages whose rows are preference pairs."""
+
+
+def stage(config: Training) -> Stage:
+    return STAGES.get(type(config), "sft")
+
+
 def work(config: Training, known: Lineage) -> Work:
     """``config`` as the planner asks for it; rows of which nothing is known count as one token."""
-    stage = STAGES.get(type(config), "sft")
-    rows = known.longest_pair if stage in ("dpo", "reward") else known.longest_conversation
+    rows = known.longest_pair if stage(config) in OF_PAIRS else known.longest_conversation
     # Of a row that is answered the prompt counts, which is shorter than the row.
     answer = config.max_new_tokens if isinstance(config, PPO | GRPO) else 0
+    judged = isinstance(config, PPO | GRPO) and any(each.model for each in config.rewards)
     packed = config.pack_length if isinstance(config, SFT) else None
     method = config.method
     adapter = method if isinstance(method, Adapter) else None
     return Work(
-        stage=stage,
+        stage=stage(config),
         method=method.kind,
         lora_rank=adapter.rank if adapter else Work.lora_rank,
         lora_targets="attention" if adapter and adapter.targets == "attention" else "all",
@@ -180,6 +188,8 @@ def work(config: Training, known: Lineage) -> Work:
         optimizer=config.optimizer,
         seq_length=packed or (rows or 1) + answer,
         new_tokens=answer or Work.new_tokens,
+        passes=config.learned_from,
+        reward_models=int(judged),
         global_batch=config.global_batch_rows,
         packing=packed is not None,
         attention="eager" if config.attention == "eager" else "flash",

@@ -95,6 +95,14 @@ class GRPO(Training):
     def prompts_per_step(self) -> int:
         return self.global_batch_size // self.num_generations
 
+    @property
+    def rows_per_step(self) -> float:
+        return self.prompts_per_step / self.updates_per_rollout
+
+    @property
+    def learned_from(self) -> int:
+        return self.updates_per_rollout
+
 
 def grpo(
     config: GRPO, ctx: Context, *, policy: Path, data: Path, reward: Path | None = None

@@ -109,6 +109,18 @@ class PPO(Training):
         """Answers that are sampled before the policy learns again."""
         return self.global_batch_size * self.minibatches
 
+    @property
+    def rows_per_step(self) -> float:
+        return self.rollout_size
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self.minibatches * self.passes
+
+    @property
+    def learned_from(self) -> int:
+        return self.passes
+
     @model_validator(mode="after")
     def _is_read(self) -> Self:
         """What the common fields offer and this stage cannot do."""

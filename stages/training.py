@@ -136,6 +136,21 @@ class Training(Config):
         """Rows of the training set in one optimizer step."""
         return self.global_batch_size
 
+    @property
+    def rows_per_step(self) -> float:
+        """Rows of the training set that one step takes, as ``max_steps`` counts steps."""
+        return self.global_batch_rows
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """Of a step as ``max_steps`` counts them."""
+        return 1
+
+    @property
+    def learned_from(self) -> int:
+        """Optimizer steps for which each row or answer counts."""
+        return 1
+
 
 OPTIMIZERS = {
     "adamw": "adamw_torch",

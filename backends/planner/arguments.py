@@ -16,6 +16,7 @@ LARGEST = 10**9
 
 ADAPTER_OPTIONS = ("--lora-rank", "--lora-targets", "--lora-dropout", "--fused-kernels")
 QLORA_OPTIONS = ("--no-double-quantisation", "--frozen-upcast")
+RL_OPTIONS = ("--new-tokens", "--passes", "--reward-models")
 GPU_OPTIONS = ("--link", "--network", "--nvme", "--tflops")
 
 
@@ -49,6 +50,9 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     add("--reference", choices=get_args(words.Reference), help="of a preference or RL stage")
     writes = "that an RL stage writes for a prompt"
     add("--new-tokens", type=count, default=Work.new_tokens, help=writes)
+    add("--passes", type=count, default=Work.passes, help="that it learns from each answer")
+    scores = "that score answers, whole in every rank; default: PPO has one"
+    add("--reward-models", type=count_or_none, metavar="N", help=scores)
     add("--fused-kernels", action="store_true", help="adapters in fused kernels")
     add("--experts", choices=get_args(words.Experts), default=Work.experts, help="of a mixture")
     varying = "rows of varying length; changes only what nvidia-smi is said to show"
@@ -80,6 +84,8 @@ def work(args: argparse.Namespace, **more: Any) -> Work:
         seq_length=args.seq,
         reference=args.reference,
         new_tokens=args.new_tokens,
+        passes=args.passes,
+        reward_models=args.reward_models,
         fused_kernels=args.fused_kernels,
         attention=args.attention,
         experts=args.experts,
@@ -95,6 +101,11 @@ def count(text: str) -> int:
     if len(text.lstrip("0")) > len(str(LARGEST)) or int(text) > LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is more than {LARGEST}")
     return int(text)
+
+
+def count_or_none(text: str) -> int:
+    """A whole number from 0 to ``LARGEST``."""
+    return 0 if text == "0" else count(text)
 
 
 def amount(text: str) -> float:
@@ -133,7 +144,7 @@ def irrelevant(
         (ADAPTER_OPTIONS, args.method == "full", "belongs to adapters, and --method is full"),
         (QLORA_OPTIONS, args.method != "qlora", f"belongs to qlora, and --method is {args.method}"),
         (
-            ("--new-tokens",),
+            RL_OPTIONS,
             args.stage not in ("ppo", "grpo"),
             f"belongs to ppo and grpo, and stage {args.stage} writes no answers",
         ),

@@ -394,7 +394,10 @@ class _Copies:
     """Trained models of the policy's size: policy and critic."""
 
     frozen: int
-    """Whole frozen models: reference and reward model."""
+    """References, held as the policy's weights are."""
+
+    whole: int
+    """Reward models, whole in every rank whatever becomes of the policy."""
 
 
 def _model_copies(model: Model, work: Work, sizes: Sizes) -> _Copies:
@@ -402,14 +405,14 @@ def _model_copies(model: Model, work: Work, sizes: Sizes) -> _Copies:
     reference = work.reference or ("adapter_base" if adapters else "resident")
     needs_reference = work.stage in ("dpo", "ppo", "grpo")
     frozen = int(needs_reference and reference == "resident")
-    return _Copies(policies=1 + (work.stage == "ppo"), frozen=frozen + (work.stage == "ppo"))
+    policies = 1 + (work.stage == "ppo")
+    return _Copies(policies=policies, frozen=frozen, whole=work.num_reward_models)
 
 
 def _others(model: Model, copies: _Copies, sizes: Sizes, spread: Spread) -> float:
-    """Frozen models in the compute type, divided as the policy's weights are."""
-    if spread.weights_away:
-        return 0.0
-    return _frozen_shard(model, copies, sizes, spread)
+    """Frozen models in the compute type; a reference is divided as the policy's weights are."""
+    whole = copies.whole * sizes.compute * model.num_parameters
+    return whole + (0.0 if spread.weights_away else _frozen_shard(model, copies, sizes, spread))
 
 
 def _frozen_shard(model: Model, copies: _Copies, sizes: Sizes, spread: Spread) -> float:

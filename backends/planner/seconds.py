@@ -131,7 +131,7 @@ class Passes:
     """With recomputation."""
 
     others: float
-    """Forward passes of reference, reward model and critic."""
+    """Forward passes of reference, reward model, critic and old policy."""
 
     @property
     def total(self) -> float:
@@ -283,7 +283,7 @@ def arithmetic(model: Model, work: Work, setup: Setup, machine: Machine) -> Pass
     passes = Passes(
         forward=trained * (factor * once + unpack),
         backward=trained * (factor * (recompute + gradients) + unpack * (2 if recompute else 1)),
-        others=_other_forwards(work) * (once + unpack),
+        others=(_sharded_forwards(work) + work.num_reward_models / work.passes) * (once + unpack),
     )
     return _no_faster_than_python(passes, model, setup, machine)
 
@@ -351,10 +351,12 @@ def _dequantisation(model: Model, work: Work, machine: Machine) -> float:
     return 2.5 * model.num_linear_parameters / (DEQUANTISATION * machine.gpu.bandwidth)
 
 
-def _other_forwards(work: Work) -> int:
-    """Forward passes without gradients: reference; in PPO reward, critic and old policy as well."""
+def _sharded_forwards(work: Work) -> float:
+    """Forward passes without gradients, in an optimizer step, of what is divided as the policy is:
+    the reference, of RL stages the policy that sampled, of PPO its critic."""
     reference = 0 if work.reference == "cached" else 1
-    return {"dpo": reference, "grpo": reference + 1, "ppo": reference + 3}.get(work.stage, 0)
+    found = {"dpo": reference, "grpo": reference + 1, "ppo": reference + 2}.get(work.stage, 0)
+    return found / work.passes
 
 
 def _no_faster_than_python(passes: Passes, model: Model, setup: Setup, machine: Machine) -> Passes:
@@ -397,7 +399,7 @@ def traffic(model: Model, work: Work, setup: Setup) -> Traffic:
     weights = trained_models * weight_bytes(model, work)
     root = trained_models * root_bytes(model, work)
     trained = float(trained_models * trained_parameters(model, work))
-    others = _other_forwards(work) * weight_bytes(model, work)
+    others = _sharded_forwards(work) * weight_bytes(model, work)
     match setup.backend:
         case FSDP() as backend:
             return _fsdp_traffic(backend, model, work, setup, weights, root, trained, others)
@@ -585,7 +587,7 @@ def _fsdp_offload(model: Model, work: Work, setup: Setup, machine: Machine, idle
     ranks = setup.shard_ranks
     trained = _trained_models(work) * trained_parameters(model, work) / ranks
     stored = 2 if work.precision == "fp32-master" and work.method != "qlora" else 1
-    passes = stored * _copied_passes(work) + _other_forwards(work)
+    passes = stored * _copied_passes(work) + _sharded_forwards(work)
     copies = passes * weight_bytes(model, work) / ranks / machine.host_link
     gradients = 4 * trained / machine.host_link
     overlap = 0.8 if machine.gpu.peer_to_peer else machine.link.overlap
@@ -599,9 +601,9 @@ def _trained_models(work: Work) -> int:
     return 2 if work.stage == "ppo" else 1
 
 
-def _copied_passes(work: Work) -> int:
+def _copied_passes(work: Work) -> float:
     """Times that trained models are brought in: forward, backward, and once to write answers."""
-    return 2 * _trained_models(work) + (work.stage in ROLLOUTS)
+    return 2 * _trained_models(work) + (work.stage in ROLLOUTS) / work.passes
 
 
 def _zero_offload(
@@ -611,7 +613,7 @@ def _zero_offload(
     trained = _trained_models(work) * trained_parameters(model, work) / ranks
     width = compute_bytes(work)
     rate = min(machine.host_link, ZERO_HOST_RATE)
-    weights = (_copied_passes(work) + _other_forwards(work)) * weight_bytes(model, work)
+    weights = (_copied_passes(work) + _sharded_forwards(work)) * weight_bytes(model, work)
     micro = step = 0.0
     if backend.offload_parameters:
         micro += weights / ranks / rate
@@ -626,7 +628,8 @@ def _zero_offload(
 
 
 def generation(model: Model, work: Work, setup: Setup, machine: Machine) -> float:
-    """Seconds to write a micro-batch's answers token by token: reading weights and cache binds.
+    """Seconds to write a micro-batch's answers token by token: reading weights and cache binds. Of
+    answers that are learned from several times, one time's share.
 
     The weights are gathered once and stay; every token reads them and the cache of its rows.
     """
@@ -644,7 +647,7 @@ def generation(model: Model, work: Work, setup: Setup, machine: Machine) -> floa
         met = min(model.num_experts, model.num_active_experts * rows)
         launch += EXPERT_LAUNCH * model.num_mixture_layers * met
     unpack = _dequantisation(model, work, machine)
-    return work.new_tokens * max(read + unpack, products, launch)
+    return work.new_tokens * max(read + unpack, products, launch) / work.passes
 
 
 def _binds(

@@ -45,6 +45,13 @@ class Work:
     new_tokens: int = 512
     """Tokens that an RL stage generates for a prompt."""
 
+    passes: int = 1
+    """Times that an RL stage learns from each answer: what is done once an answer (writing it,
+    scoring it) counts for so many optimizer steps."""
+
+    reward_models: int | None = None
+    """That score an RL stage's answers, each whole in every rank; unset, PPO has one."""
+
     fused_kernels: bool = False
     """Adapters computed in fused kernels, as unsloth and Liger's do."""
 
@@ -81,6 +88,10 @@ class Work:
     """Rows are filled to ``seq_length``; else they vary up to it."""
 
     double_quantisation: bool = True
+
+    @property
+    def num_reward_models(self) -> int:
+        return int(self.stage == "ppo") if self.reward_models is None else self.reward_models
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,14 @@ def test_every_model_of_a_stage_is_offloaded_and_copied(backend: str, estimate: 
 
 
 def test_a_critic_is_offloaded_as_the_policy_is_by_hand() -> None:
-    """DeepSpeed: 18 bytes a parameter of two trained models, 2 of two frozen ones, times 1.5."""
+    """DeepSpeed: 18 bytes a parameter of two trained models, 2 of the reference, times 1.5. The
+    reward model stays whole on every GPU."""
     model = find_model(QWEN)
     both = DeepSpeed(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
     found = memory(model, Work(stage="ppo"), setup(both))
-    assert found.host_bytes == pytest.approx(1.5 * (2 * 18 + 2 * 2) * model.num_parameters)
+    assert found.host_bytes == pytest.approx(1.5 * (2 * 18 + 2) * model.num_parameters)
+    paid_by_functions = memory(model, Work(stage="ppo", reward_models=0), setup(both))
+    assert found.weights - paid_by_functions.weights == 2 * model.num_parameters
 
 
 def test_a_share_of_host_memory_is_the_systems() -> None:
@@ -240,6 +243,8 @@ SLIPS = {
     "--micro-batch 2": "estimate",
     "--lora-rank 8": "belongs to adapters",
     "--new-tokens 8": "belongs to ppo and grpo",
+    "--passes 2": "belongs to ppo and grpo",
+    "--reward-models 0": "belongs to ppo and grpo",
     "--epochs 2": "without --rows",
 }
 

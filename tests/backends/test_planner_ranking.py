@@ -273,6 +273,18 @@ def test_writing_answers_is_bound_by_memory_bandwidth() -> None:
     )
 
 
+def test_what_an_answer_takes_once_is_shared_by_the_passes_over_it() -> None:
+    model, machine = find_model(QWEN), find_machine("8xH100")
+    given = setup(FSDP(), ranks=8)
+    once, twice = (Work(stage="ppo", global_batch=8, passes=number) for number in (1, 2))
+    for part in (seconds.generation, lambda *a: seconds.arithmetic(*a).others):
+        assert part(model, once, given, machine) == pytest.approx(
+            2 * part(model, twice, given, machine)
+        )
+    one, two = (seconds.step_time(model, each, given, machine).seconds for each in (once, twice))
+    assert one / 2 < two < one
+
+
 @pytest.mark.parametrize("case", list(bench.published()), ids=lambda case: case.name)
 def test_published_directions_and_ratios(case: bench.Case) -> None:
     found = case.ratio()

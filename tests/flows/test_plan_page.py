@@ -1,30 +1,37 @@
 """What a run says before it does anything: reuse or run, why, and what it takes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from backends import Auto
+from backends.planner.model import find_model
+from backends.planner.ranking import judge
+from backends.planner.work import Setup
 from configs import RECIPES, load
-from flows import plan_page
+from flows import plan_page, planning
+from flows.catalogue import FLOWS
 from flows.costs import cost
 from flows.run_stage import Plan, plan
-from flows.sft_then_dpo import SFTThenDPO, sft_then_dpo
 from flows.steps import Artifact, Step
 from stages import manifest
 from stages.manifest import Manifest
 
 
-def plans_of(store: Path, *overrides: str) -> tuple[SFTThenDPO, list[Plan]]:
-    config = load(SFTThenDPO, RECIPES / "tiny.yaml", [f"store={store}", *overrides])
+def plans_of(store: Path, *overrides: str, flow: str = "sft-then-dpo") -> tuple[Any, list[Plan]]:
+    found = FLOWS[flow]
+    recipe = {"sft-then-dpo": "tiny.yaml", "sft-then-ppo": "tiny_ppo.yaml"}[flow]
+    config = load(found.schema, RECIPES / recipe, [f"store={store}", *overrides])
     plans: list[Plan] = []
 
     def look(stage: str, step: Step[Any], *, label: str, **inputs: Artifact) -> Artifact:
         plans.append(plan(stage, step, config.store, label=label, inputs=inputs))
         return plans[-1].promised
 
-    sft_then_dpo(config, look)
+    found.body(config, look)
     return config, plans
 
 
@@ -64,13 +71,12 @@ def test_a_changed_field_is_named_with_both_values_and_what_follows_says_so(
     assert plan_page.line(plans) == "6 to reuse, 6 to run"
 
 
-def test_training_has_its_memory_steps_and_disk(tmp_path: Path) -> None:
-    _, plans = plans_of(tmp_path / "store")
-    pretend_done(plans[:5])
-    tokenised = next(each for each in plans if each.label == "tokenize data")
-    counts = {"conversations/train/rows": 320, "conversations/train/longest": 60}
-    (tokenised.out / "metrics.json").write_text(json.dumps(counts))
-    fetched = next(each for each in plans if each.label == "fetch model").out / "model"
+def with_facts(store: Path, flow: str, counts: dict[str, int]) -> dict[str, Plan]:
+    """Plans by label, where model and data are there: the rows as ``counts`` has them."""
+    plans = {each.label: each for each in plans_of(store, flow=flow)[1]}
+    pretend_done(list(plans.values())[:5])
+    (plans["tokenize data"].out / "metrics.json").write_text(json.dumps(counts))
+    fetched = plans["fetch model"].out / "model"
     fetched.mkdir()
     shape = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -78,14 +84,39 @@ def test_training_has_its_memory_steps_and_disk(tmp_path: Path) -> None:
         "num_key_value_heads": 4, "vocab_size": 128, "tie_word_embeddings": True,
     }  # fmt: skip
     (fetched / "config.json").write_text(json.dumps(shape))
-    config, plans = plans_of(tmp_path / "store")
-    (sft,) = (each for each in plans if each.label == "sft")
-    price = cost(sft)
+    return {each.label: each for each in plans_of(store, flow=flow)[1]}
+
+
+def test_training_has_its_memory_steps_and_disk(tmp_path: Path) -> None:
+    counts = {"conversations/train/rows": 320, "conversations/train/longest": 60}
+    plans = with_facts(tmp_path / "store", "sft-then-dpo", counts)
+    price = cost(plans["sft"])
     assert price is not None
     assert (price.ranks, price.on_gpus, price.steps) == (2, False, 10)
     assert price.memory_bytes and price.seconds and price.disk_bytes
     assert price.gpu_hours is None
-    assert cells(plan_page.page(config, plans))["sft"][3] == "2 CPUs"
+    config = load(FLOWS["sft-then-dpo"].schema, RECIPES / "tiny.yaml", [f"store={tmp_path}/store"])
+    assert cells(plan_page.page(config, list(plans.values())))["sft"][3] == "2 CPUs"
+
+
+def test_each_stage_counts_its_own_rows_and_steps(tmp_path: Path) -> None:
+    """Reward models learn from pairs; PPO from prompts, a rollout a step, each learned from
+    ``passes`` times in ``minibatches`` steps of the optimizer."""
+    counts = {
+        "conversations/train/rows": 320, "conversations/train/longest": 60,
+        "preferences/train/rows": 96, "preferences/train/longest": 60,
+    }  # fmt: skip
+    plans = with_facts(tmp_path / "store", "sft-then-ppo", counts)
+    prices = {label: cost(plans[label]) for label in ("reward", "ppo")}
+    steps = {label: price and price.steps for label, price in prices.items()}
+    assert steps == {"reward": math.ceil(96 / 32), "ppo": math.ceil(320 / (32 * 4))}
+    ppo = plans["ppo"]
+    asked = planning.work(ppo.step.config, ppo.lineage)
+    assert (asked.passes, asked.reward_models, asked.global_batch) == (2, 0, 32)
+    setup = Setup(ppo.step.backend, ppo.step.resources)
+    machine = ppo.step.placement.machine(ppo.step.resources, Auto(ranks="given"))
+    found = judge(find_model(str(plans["fetch model"].out / "model")), asked, setup, machine)
+    assert prices["ppo"] and prices["ppo"].seconds == pytest.approx(3 * 4 * 2 * found.time.seconds)
 
 
 @pytest.mark.parametrize("name", ["conversations", "preferences"])
