@@ -113,6 +113,7 @@ def test_each_stage_counts_its_own_rows_and_steps(tmp_path: Path) -> None:
     ppo = plans["ppo"]
     asked = planning.work(ppo.step.config, ppo.lineage)
     assert (asked.passes, asked.reward_models, asked.global_batch) == (2, 0, 32)
+    assert not isinstance(ppo.step.backend, Auto)
     setup = Setup(ppo.step.backend, ppo.step.resources)
     machine = ppo.step.placement.machine(ppo.step.resources, Auto(ranks="given"))
     found = judge(find_model(str(plans["fetch model"].out / "model")), asked, setup, machine)
