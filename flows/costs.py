@@ -56,7 +56,7 @@ def cost(planned: Plan) -> Cost | None:
         memory_bytes=judged.memory.total if judged else None,
         steps=steps,
         seconds=_seconds(planned.step.config, judged, steps),
-        disk_bytes=planning.disk_bytes(planned.step, planned.lineage),
+        disk_bytes=planning.disk_bytes(way.step, planned.lineage),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from backends import Auto
+from backends import FSDP, Auto, DeepSpeed
 from backends.planner.hardware import Machine, check_link
 from backends.planner.memory import num_adapter_parameters
 from backends.planner.model import find_model
@@ -135,7 +135,7 @@ def refuse(step: Step[Any], known: Lineage) -> None:
 
 def disk_bytes(step: Step[Any], known: Lineage) -> int | None:
     """What a training stage will keep on disk at most: checkpoints, one more while it is written,
-    and the model. AdamW keeps two values a weight. ``None`` for other stages, and while the model
+    the best one if it is asked for, and the model. ``None`` for other stages, and while the model
     is not known.
     """
     config = step.config
@@ -145,11 +145,35 @@ def disk_bytes(step: Step[Any], known: Lineage) -> int | None:
         model = find_model(known.model)
     except (ValueError, OSError):  # an architecture or a file that the planner cannot read
         return None
-    element = 2 if config.load_dtype == "bfloat16" else 4
     trained = model.num_parameters
     if isinstance(config.method, Adapter):
         trained = num_adapter_parameters(model, work(config, known))
-    return trained * element * (3 * (step.keep_checkpoints + 1) + 1)
+    models = 2 if isinstance(config, PPO) else 1  # the critic is saved as the policy is
+    saves = step.keep_checkpoints + 1 + (step.best_by is not None)
+    return models * trained * (saves * _saved_bytes(step) + FLOAT32)
+
+
+FLOAT32 = 4
+
+
+def _saved_bytes(step: Step[Any]) -> int:
+    """Of a trained parameter in one checkpoint, with AdamW's two moments. FSDP and ZeRO hold
+    trained weights in float32 whatever they are loaded in, adapters are float32 everywhere; what is
+    saved under DeepSpeed is written in the compute type, once more by stages 1 and 2."""
+    config = step.config
+    bf16 = config.load_dtype == "bfloat16"
+    computed = 2 if bf16 or config.compute_dtype == "bfloat16" else FLOAT32
+    match step.backend:
+        case FSDP(checkpoints="sharded"):
+            return 3 * FLOAT32
+        case FSDP():
+            return 4 * FLOAT32
+        case DeepSpeed(zero_stage=3):
+            return 3 * FLOAT32 + computed
+        case DeepSpeed():
+            return 3 * FLOAT32 + 2 * computed
+        case _:
+            return 3 * (2 if bf16 and not isinstance(config.method, Adapter) else FLOAT32)
 
 
 STAGES: Mapping[type[Training], Stage] = {

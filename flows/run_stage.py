@@ -89,18 +89,19 @@ class Plan:
             self.step.placement.obstacle(way.step.resources)
             or self._missing_tracker()
             or self._other_shape(way)
-            or self._small_disk()
+            or self._small_disk(way)
         )
 
     def _missing_tracker(self) -> str | None:
         told = self.is_training and self.tracking
         return trackers.obstacle(told.trackers) if told else None
 
-    def _small_disk(self) -> str | None:
-        needed = planning.disk_bytes(self.step, self.lineage)
+    def _small_disk(self, way: Way) -> str | None:
+        """What is saved already does not need its place again."""
+        needed = planning.disk_bytes(way.step, self.lineage)
         place = next(folder for folder in self.out.absolute().parents if folder.is_dir())
         free = shutil.disk_usage(place).free
-        if needed is None or needed <= free:
+        if needed is None or needed <= free + resume.saved_bytes(self.out):
             return None
         return (
             f"checkpoints and model take up to {needed / 1e9:.2f} GB and the disk of {place} has "

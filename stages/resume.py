@@ -47,6 +47,12 @@ def newest(out: Path) -> Path | None:
     return (complete(out) or [None])[-1]
 
 
+def saved_bytes(out: Path) -> int:
+    """On disk, of the complete checkpoints of ``out``."""
+    files = (file for checkpoint in complete(out) for file in checkpoint.rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def discard_incomplete(out: Path) -> None:
     """Remove what an interrupted save left, and put aside the newest checkpoints whose files are
     no longer what was saved; sound ones are never touched."""

@@ -16,8 +16,8 @@ from flows import plan_page, planning
 from flows.catalogue import FLOWS
 from flows.costs import cost
 from flows.run_stage import Plan, plan
-from flows.steps import Artifact, Step
-from stages import manifest
+from flows.steps import Artifact, Lineage, Step
+from stages import manifest, resume
 from stages.manifest import Manifest
 
 
@@ -118,6 +118,57 @@ def test_each_stage_counts_its_own_rows_and_steps(tmp_path: Path) -> None:
     machine = ppo.step.placement.machine(ppo.step.resources, Auto(ranks="given"))
     found = judge(find_model(str(plans["fetch model"].out / "model")), asked, setup, machine)
     assert prices["ppo"] and prices["ppo"].seconds == pytest.approx(3 * 4 * 2 * found.time.seconds)
+
+
+SAVED = {
+    ("kind: ddp", "full", "float32"): 1246531,
+    ("kind: ddp", "full", "bfloat16"): 654776,
+    ("kind: ddp", "lora", "bfloat16"): 493815,
+    ("kind: fsdp", "full", "bfloat16"): 1650397,
+    ("kind: fsdp", "lora", "float32"): 646471,
+    ("kind: fsdp, checkpoints: sharded", "full", "float32"): 1528719,
+    ("kind: deepspeed, zero_stage: 1", "full", "float32"): 2080411,
+    ("kind: deepspeed, zero_stage: 2", "full", "bfloat16"): 1686086,
+    ("kind: deepspeed, zero_stage: 2", "lora", "float32"): 825600,
+    ("kind: deepspeed, zero_stage: 3", "full", "float32"): 1701313,
+    ("kind: deepspeed, zero_stage: 3", "lora", "bfloat16"): 649402,
+}
+"""Bytes of a checkpoint that two real ranks left, of a model of 98,624 weights with untied ends, by
+backend, method and ``load_dtype`` (LoRA of rank 16 on every linear layer)."""
+
+
+@pytest.mark.parametrize("case", SAVED, ids=" ".join)
+def test_the_disk_that_checkpoints_take_is_what_they_took(tmp_path: Path, case: Any) -> None:
+    backend, method, dtype = case
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 128, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    words = [
+        f"sft.backend={{{backend}}}",
+        f"sft.config.method.kind={method}",
+        f"sft.config.load_dtype={dtype}",
+    ]
+    step = load(FLOWS["sft-then-dpo"].schema, RECIPES / "tiny.yaml", words).sft
+    known = Lineage(model=str(tmp_path), longest_conversation=60)
+    trained = 98624 if method == "full" else 34816
+    more = step.model_copy(update={"keep_checkpoints": 3})
+    found, one_more = (planning.disk_bytes(each, known) for each in (step, more))
+    assert found and one_more
+    assert found - 4 * trained == (2 + 1) * (one_more - found)
+    beside = SAVED[case] - (one_more - found)  # tokenizer, random states, settings, metadata
+    assert 0 < beside < 350_000
+
+
+def test_a_run_that_goes_on_needs_no_second_place_for_what_it_saved(tmp_path: Path) -> None:
+    whole = tmp_path / "checkpoints" / "checkpoint-4"
+    whole.mkdir(parents=True)
+    (whole / "weights").write_bytes(b"x" * 1000)
+    assert resume.saved_bytes(tmp_path) == 0  # cut short
+    (whole / "complete.json").write_text(json.dumps({"files": {"weights": 1000}}))
+    assert resume.saved_bytes(tmp_path) > 1000
 
 
 @pytest.mark.parametrize("name", ["conversations", "preferences"])
