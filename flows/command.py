@@ -138,20 +138,24 @@ def _run(config: Any, body: Body, *, name: str, engine: str, conclude: Conclude 
             draw.submit(runs.draw, config, list(made))  # while the next stage runs
         return artifact
 
+    def whole(config: Any, run: Runner) -> Ending | None:
+        artifacts = body(config, run)
+        draw.shutdown()
+        path = runs.finish(config, artifacts)
+        print(f"\n{report.terminal_table(runs.describe(config, artifacts))}")
+        print(f"\nreport: {path}  ({duration(time.time() - started)} in all)", flush=True)
+        return conclude(config, artifacts, approval.at_the_terminal) if conclude else None
+
     runs.begin(config)
     if engine == "inline":
-        artifacts = body(config, execute)
+        ending = whole(config, execute)
     else:
         from flows import prefect_engine
 
-        artifacts = prefect_engine.run_flow(
-            body, config, execute, name=name, run_name=config.name, say=say
+        ending = prefect_engine.run_flow(
+            whole, config, execute, name=name, run_name=config.name, say=say
         )
-    draw.shutdown()
-    path = runs.finish(config, artifacts)
-    print(f"\n{report.terminal_table(runs.describe(config, artifacts))}")
-    print(f"\nreport: {path}  ({duration(time.time() - started)} in all)")
-    if conclude and (ending := conclude(config, artifacts, approval.at_the_terminal)):
+    if ending:
         print(f"{ending.name}: {ending.message}")
     return 0
 

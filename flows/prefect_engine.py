@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from flows.endings import Ending
 from flows.failures import PREEMPTED, StageFailed
 from flows.prefect_server import Api, PrefectError, starting
 from flows.steps import Artifact, Runner, Step
@@ -44,8 +45,9 @@ def run_flow(
     """``body(config, run)``, recorded as the run ``run_name`` of the Prefect flow ``name``.
 
     ``say`` shows one line to the user. What the body raises is raised unchanged, after Prefect has
-    recorded it. Raises :class:`PrefectError` when the run cannot be recorded from its start; a
-    server that is lost later costs the record and never the run.
+    recorded it; an ``Ending`` that it returns is the run's state. Raises :class:`PrefectError` when
+    the run cannot be recorded from its start; a server that is lost later costs the record and
+    never the run.
     """
     with starting(say) as ready:
         _import_prefect()
@@ -147,6 +149,8 @@ class Outcome(Generic[T]):
             return Crashed(name="Preempted", message=_first_line(self.error))
         if self.error is not None:
             return Failed(message=_first_line(self.error))
+        if isinstance(self.value, Ending):
+            return self.value.state()
         return Completed(name=name, data=self.value)
 
 

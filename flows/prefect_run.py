@@ -1,5 +1,6 @@
 """One run of a deployed flow: its plan first, then its stages, in the end a state that is true."""
 
+import hashlib
 import logging
 import re
 import signal
@@ -20,6 +21,7 @@ from flows.endings import Ending, first_line
 from flows.failures import CANCELLED, PREEMPTED, StageFailed
 from flows.prefect_engine import Outcome, as_task
 from flows.prefect_watch import Watch, impatient, server_may_be_away
+from flows.progress import PASSING
 from flows.run_page import Board
 from flows.run_stage import Plan, Say
 from flows.steps import Artifact, Step
@@ -85,7 +87,7 @@ def _in_order(flow: Deployable, asked: Asked, this: Run) -> Ending:
             return Ending("Skipped", other)
         plans = _as_plan_task(flow, config, this)
         if asked.mode == "ask":
-            approval.of_the_plan()
+            approval.of_the_plan(_digest(plans))
         return _run(flow, config, plans, this)
 
 
@@ -156,7 +158,7 @@ def _run(flow: Deployable, config: Any, plans: list[Plan], this: Run) -> Ending:
         artifacts = outcome.result()
         this.say(f"report: {runs.finish(config, artifacts).absolute()}")
         if flow.conclude:
-            concluded.value = flow.conclude(config, artifacts, approval.in_the_ui)
+            concluded.value = flow.conclude(config, artifacts, _asking(config, artifacts, watch))
     if concluded.error is not None:
         watch.change(word=first_line(concluded.error))
         watch.finish(run_page.page(watch.board))
@@ -165,6 +167,17 @@ def _run(flow: Deployable, config: Any, plans: list[Plan], this: Run) -> Ending:
     watch.change(word=f"{ending.name}: {ending.message}")
     watch.finish(run_page.final_page(watch.board, runs.describe(config, artifacts)))
     return ending
+
+
+def _asking(config: Any, artifacts: list[Artifact], watch: Watch) -> approval.Ask:
+    """Who has to answer finds the results on the run's page."""
+
+    def ask(question: str, key: str) -> approval.Decision:
+        watch.change(word=f"waits for an answer (Resume): {question}")
+        watch.finish(run_page.final_page(watch.board, runs.describe(config, artifacts)))
+        return approval.in_the_ui(question, key)
+
+    return ask
 
 
 def _executing(config: Any, watch: Watch, this: Run) -> Any:
@@ -258,8 +271,8 @@ def _heeding_signals(record: Path) -> Iterator[None]:
 
 
 def _late(run: Any, minutes: int) -> str | None:
-    """Why a scheduled run that comes late is not carried out. A retried one was asked for."""
-    if not run.auto_scheduled or run.run_count > 1 or run.expected_start_time is None:
+    """Why a scheduled run that comes late is not carried out."""
+    if not _comes_by_schedule(run) or run.expected_start_time is None:
         return None
     late = (datetime.now(UTC) - run.expected_start_time).total_seconds() / 60
     if late <= minutes:
@@ -270,13 +283,18 @@ def _late(run: Any, minutes: int) -> str | None:
     )
 
 
+def _comes_by_schedule(run: Any) -> bool:
+    """A run that somebody resumed or retried has been asked for since."""
+    return run.auto_scheduled and run.run_count <= 1
+
+
 @contextmanager
 def _alone(config: Any, this: Run) -> Iterator[str | None]:
     """Hold the run folder's lock. A scheduled run that finds it held does not start, and gets the
     reason; another waits for it, and its state says so."""
     with runs.lock(config) as take:
         if not take():
-            if this.run.auto_scheduled:
+            if _comes_by_schedule(this.run):
                 yield f"an earlier run named {config.name} is still at work; runs do not overlap"
                 return
             _set_running(this, "Queued", f"waits for an earlier run named {config.name} to end")
@@ -321,6 +339,12 @@ def _set_running(this: Run, name: str, message: str) -> None:
         keeper.note(this.record, attempt=client.read_flow_run(this.run.id).run_count)
 
 
+def _digest(plans: Sequence[Plan]) -> str:
+    """Tells a plan from every other: what will be computed, from what."""
+    text = " ".join(each.identity.fingerprint for each in plans)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _slug(text: str) -> str:
     """What Prefect takes as an artifact's key."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
@@ -350,14 +374,16 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _limited_say() -> Say:
-    """The run's log, for people: at most five lines a second; the stages' own logs are files."""
+    """The run's log, for people: progress fills it up to five lines a second, and whatever is said
+    once is always said. The stages' own logs are files."""
     from prefect.logging import get_run_logger
 
     spoken: deque[float] = deque(maxlen=LINES_A_SECOND)
 
     def say(text: str) -> None:
         now = time.monotonic()
-        if len(spoken) == LINES_A_SECOND and now - spoken[0] < 1.0:
+        full = len(spoken) == LINES_A_SECOND and now - spoken[0] < 1.0
+        if full and PASSING.match(text):
             return
         spoken.append(now)
         get_run_logger().info("%s", text)

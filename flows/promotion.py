@@ -19,16 +19,19 @@ def folder(store: Path, name: str) -> Path:
 
 def current(store: Path, name: str) -> Path | None:
     """The promoted output, or ``None`` before the first. Raises ``StageError`` for a pointer to
-    an output that is gone."""
+    an output that is gone, and where a pointer must have been: nothing would be compared."""
     pointer = folder(store, name) / POINTER
+    way_out = (
+        f"go back to an earlier model (python -m flows.retrain --rollback {name}), or name one "
+        f"(--promote {name} OUTPUT)"
+    )
     if not pointer.is_symlink():
+        if any(line["event"] == "promoted" for line in history(store, name)):
+            raise StageError(f"{pointer}: is gone, and models were promoted before; {way_out}")
         return None
     out = pointer.resolve()
     if manifest.read(out) is None:
-        raise StageError(
-            f"{pointer}: points to {out}, which is not a finished output; go back to an earlier "
-            f"one (python -m flows.retrain --rollback {name}), or remove the pointer"
-        )
+        raise StageError(f"{pointer}: points to {out}, which is not a finished output; {way_out}")
     return out
 
 
@@ -47,34 +50,49 @@ def turn_down(store: Path, name: str, out: Path, **facts: Any) -> None:
 
 
 def note(store: Path, name: str, **facts: Any) -> None:
-    """Add a line to the history; readers of it never see a part of one."""
+    """Add a line to the history. One that a crash cut short is not gone on with."""
     where = folder(store, name)
     where.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds")} | facts)
-    with (where / HISTORY).open("a") as file:
-        file.write(f"{line}\n")
+    with (where / HISTORY).open("a+b") as file:
+        file.seek(max(0, file.tell() - 1))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * torn + f"{line}\n".encode())
         file.flush()
         os.fsync(file.fileno())
 
 
 def history(store: Path, name: str) -> list[dict[str, Any]]:
-    """Every line, the oldest first: ``time``, ``event``, and what goes with it."""
+    """Every whole line, the oldest first: ``time``, ``event``, and what goes with it."""
     path = folder(store, name) / HISTORY
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [found for line in lines if (found := _parsed(line)) is not None]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:  # cut short by a crash
+        return None
+
+
+def names(store: Path) -> list[str]:
+    """Those of which there is a history."""
+    return sorted(path.parent.name for path in (store / FOLDER).glob(f"*/{HISTORY}"))
 
 
 def rollback(store: Path, name: str) -> Path:
-    """Point to what was promoted before the current one; that. Raises ``ValueError`` when there is
-    none, or it is gone."""
+    """Point to the newest model that was promoted before the current one, is still there, and was
+    not left; that. Raises ``ValueError`` when there is none."""
     where = folder(store, name)
     now = current_or_dangling(where)
-    earlier = [line["output"] for line in _stack(history(store, name))]
-    found = [(where / output).resolve() for output in earlier if (where / output).resolve() != now]
-    if not found:
-        raise ValueError(f"{where}: nothing was promoted before the current model")
-    out = found[-1]
-    if manifest.read(out) is None:
-        raise ValueError(f"{out}: was promoted before, and is no longer in the store")
+    earlier = [(where / line["output"]).resolve() for line in _stack(history(store, name))]
+    before = [out for out in earlier if out != now and not was_left(store, name, out)]
+    there = [out for out in before if manifest.read(out) is not None]
+    if not there:
+        gone = f"; gone from the store: {before[-1]}" if before else ""
+        raise ValueError(f"{where}: nothing was promoted before the current model{gone}")
+    out = there[-1]
     _point(where, out)
     left = {"left": _relative(where, now)} if now else {}
     note(store, name, event="rolled back", output=_relative(where, out), **left)

@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from configs import Config
 from flows import promotion
-from flows.approval import Ask
+from flows.approval import Ask, AskedElsewhere
 from flows.endings import Ending
 from flows.sft_then_dpo import SFTThenDPO, sft_then_dpo
 from flows.steps import Artifact, Runner
@@ -17,6 +20,9 @@ from stages import manifest
 from stages.base import StageError
 
 CANDIDATE, PROMOTED = "compare candidate", "compare promoted"
+
+
+LESS_IS_BETTER = ("conversations/loss_change",)
 
 
 class Gate(Config):
@@ -30,9 +36,6 @@ class Gate(Config):
     ] = "preferences/test/accuracy_change"
     """A paired change that the evaluation of the new model measures against the promoted one, on
     the held-out rows of the new data."""
-
-    larger_is_better: bool = True
-    """Whether more of it is better; of a loss, less is."""
 
     require: Literal["not worse", "better"] = "not worse"
     """``not worse``: the confidence interval reaches to no change, or beyond. ``better``: it lies
@@ -48,6 +51,16 @@ class Retrain(SFTThenDPO):
 
     gate: Gate = Gate()
     """When the new model is promoted."""
+
+    @model_validator(mode="after")
+    def _measures_what_the_gate_reads(self) -> Self:
+        told = self.gate.metric, self.evaluate.config.generate_rows
+        if told == ("conversations/exact_match_change", 0):
+            raise ValueError(
+                f"gate.metric: {told[0]} is measured on answers, and evaluate.config.generate_rows "
+                "is 0"
+            )
+        return self
 
 
 def retrain(config: Retrain, run: Runner) -> list[Artifact]:
@@ -88,33 +101,51 @@ def conclude(config: Retrain, artifacts: list[Artifact], ask: Ask) -> Ending:
         )
     compared = next((each for each in artifacts if each.label == CANDIDATE), None)
     if compared is None:
-        return _promoted(config, candidate, "the first of its name", ask)
+        return _promoted(config, candidate, "the first of its name", ask, before=None)
     change = _change(config.gate, compared.path)
     told = "{metric} {value:+.4g} [{low:+.4g}, {high:+.4g}]".format(
         metric=config.gate.metric, **change
     )
     if _passes(config.gate, change):
-        return _promoted(config, candidate, told, ask)
+        return _promoted(config, candidate, told, ask, before=_compared_with(artifacts))
     promotion.note(store, name, event="refused", output=candidate.fingerprint, because=told)
     return Ending("Refused by gate", f"{told}; the gate requires: {config.gate.require}")
 
 
-def _promoted(config: Retrain, candidate: Artifact, told: str, ask: Ask) -> Ending:
-    """Promote the model, unless a person is to be asked and turns it down."""
+def _promoted(
+    config: Retrain, candidate: Artifact, told: str, ask: Ask, *, before: str | None
+) -> Ending:
+    """Promote the model, unless a person is to be asked and turns it down. ``before`` is the
+    fingerprint of the promoted model that it was compared with."""
     store, name, out = config.store, config.name, candidate.path
     if config.gate.approval:
-        decision = ask(f"{name}: {told}; {out}", candidate.fingerprint)
+        try:
+            decision = ask(f"{name}: {told}; {out}", f"{candidate.fingerprint}-{before}")
+        except AskedElsewhere as other:
+            return Ending("Nothing new", f"{other}; {out}")
         told = f"{told}; {decision.comment}" if decision.comment else told
         if not decision.approved:
             promotion.turn_down(store, name, out, because=told)
             return Ending("Turned down", f"{told}; {out}")
+    now = promotion.current(store, name)
+    if (_artifact(now).fingerprint if now else None) != before:
+        promotion.note(store, name, event="refused", output=candidate.fingerprint, because=told)
+        return Ending("Refused by gate", f"{now} was promoted meanwhile; run again to compare")
     promotion.promote(store, name, out, because=told)
     return Ending("Promoted", f"{told}; {out}")
 
 
+def _compared_with(artifacts: Sequence[Artifact]) -> str:
+    """The fingerprint of the model that was the promoted one when this run measured it."""
+    before = next(each for each in artifacts if each.label == PROMOTED)
+    done = manifest.read(before.path)
+    assert done is not None
+    return done.identity.inputs["model"]
+
+
 def _passes(gate: Gate, change: Mapping[str, float]) -> bool:
     low, high = change["low"], change["high"]
-    if not gate.larger_is_better:
+    if gate.metric in LESS_IS_BETTER:
         low, high = -high, -low
     return low > 0 if gate.require == "better" else high >= 0
 
@@ -143,34 +174,53 @@ def _artifact(out: Path) -> Artifact:
     return Artifact("promoted model", done.identity.stage, out, done.identity.fingerprint, "reused")
 
 
-def _other_command(argv: Sequence[str]) -> int | None:
-    """``--history NAME`` and ``--rollback NAME``; ``None`` for a run."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--history", metavar="NAME")
-    parser.add_argument("--rollback", metavar="NAME")
+def _other_command(argv: Sequence[str]) -> int:
+    """``--history NAME``, ``--rollback NAME`` or ``--promote NAME OUTPUT``."""
+    parser = argparse.ArgumentParser(prog="python -m flows.retrain")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--history", metavar="NAME", help="every promotion and refusal of a name")
+    asked.add_argument("--rollback", metavar="NAME", help="back to the model before")
+    promoted = "whatever the gate or a person said of it"
+    asked.add_argument("--promote", nargs=2, metavar=("NAME", "OUTPUT"), help=promoted)
     parser.add_argument("--store", type=Path, default=Path("store"))
-    options, _ = parser.parse_known_args(argv)
+    options = parser.parse_args([re.sub(r"^store=", "--store=", word) for word in argv])
     try:
-        if options.rollback:
-            print(f"promoted: {promotion.rollback(options.store, options.rollback)}")
-            return 0
+        _carry_out(options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.history:
-        for line in promotion.history(options.store, options.history):
+    return 0
+
+
+def _carry_out(options: argparse.Namespace) -> None:
+    store, known = options.store, promotion.names(options.store)
+    name = options.history or options.rollback or options.promote[0]
+    if name not in known:
+        have = f"there are {', '.join(known)}" if known else "there are none"
+        raise ValueError(f"{name}: nothing of this name was ever promoted in {store}; {have}")
+    if options.rollback:
+        print(f"promoted: {promotion.rollback(store, name)}")
+    elif options.promote:
+        out = Path(options.promote[1])
+        done = manifest.read(out)
+        if done is None or done.identity.stage != "convert":
+            raise ValueError(f"{out}: not a finished output of the stage convert")
+        promotion.promote(store, name, out, because="by hand")
+        print(f"promoted: {out.resolve()}")
+    else:
+        for line in promotion.history(store, name):
             print("  ".join(f"{value}" for value in line.values() if isinstance(value, str)))
-        return 0
-    return None
+
+
+OTHER_COMMANDS = ("--history", "--rollback", "--promote")
 
 
 def _main(argv: Sequence[str]) -> int:
     from flows import command
     from flows.retrain import Retrain, conclude, retrain  # the importable twin of this module
 
-    code = _other_command(argv)
-    if code is not None:
-        return code
+    if any(word.partition("=")[0] in OTHER_COMMANDS for word in argv):
+        return _other_command(argv)
     return command.main("retrain", Retrain, retrain, description=__doc__, conclude=conclude)
 
 

@@ -1,5 +1,6 @@
 """Cancel means stopped and Retry means resume, whatever is killed: the real product, real ranks."""
 
+import json
 import os
 import re
 import signal
@@ -194,9 +195,35 @@ def test_a_run_that_asks_holds_no_process_and_goes_on_when_resumed(served: Produ
     ]
     assert_suspended(served, run)
     product.until_tasks(served.api, run, lambda tasks: tasks == {"plan": "Planned"})
+    assert_asks_again_once_cancelled_and_retried(served, run)
+    assert not (served.home / "runs" / "asks").exists()
     product.resume(served.api, run)
     done = product.until(served.api, run, "Completed")
     assert done["state"]["message"]
+
+
+@pytest.mark.slow
+def test_another_plan_than_the_one_that_was_agreed_to_is_asked_about(served: Product) -> None:
+    rows = served.home / "rows.jsonl"
+    rows.write_text(asked_and_answered(60))
+    source = f"conversations.config.source={{kind: local_data, path: {rows}}}"
+    words = [*product.SHORT[1:], "name=moved", source]
+    run = product.submit(served.api, TINY, mode="ask", overrides=words)["id"]
+    assert_suspended(served, run)
+    rows.write_text(asked_and_answered(61))
+    product.resume(served.api, run)
+    product.until(served.api, run, "Running", seconds=60)
+    assert_suspended(served, run)
+    product.cancel(served.api, run)
+
+
+def asked_and_answered(num: int) -> str:
+    turns = ({"role": "user", "content": "{} m = ? cm"}, {"role": "assistant", "content": "{}00"})
+    rows = [
+        {"messages": [turn | {"content": turn["content"].format(n)} for turn in turns]}
+        for n in range(num)
+    ]
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
 @pytest.mark.slow
@@ -204,16 +231,32 @@ def test_a_model_waits_for_a_person_without_a_process(served: Product) -> None:
     words = [*product.SHORT, "name=judged", "gate.approval=true"]
     run = product.submit(served.api, "retrain/tiny", overrides=words)["id"]
     assert_suspended(served, run)
+    pages = [each["data"] for each in product.artifacts_of(served.api, run)]
+    assert any("waits for an answer (Resume)" in page and "held-out" in page for page in pages)
+    assert_asks_again_once_cancelled_and_retried(served, run)
     pointer = served.home / "store" / "promoted" / "judged" / "current"
     assert not pointer.exists()
     refusal = product.resume(served.api, run)
     assert refusal["status"] == "REJECT" and "'decision' is a required" in str(refusal), refusal
     assert state_of(served, run)["name"] == "Suspended"
+
+    second = product.submit(served.api, "retrain/tiny", overrides=words)["id"]
+    found = product.until(served.api, second, "Nothing new")
+    assert "waits for the answer" in found["state"]["message"]
+
     product.resume(served.api, run, decision="turn down", comment="not today")
     done = product.until(served.api, run, "Turned down")
     assert done["state"]["message"].startswith("the first of its name; not today")
     assert_all_reused(served, run)
     assert not pointer.exists()
+
+
+def assert_asks_again_once_cancelled_and_retried(served: Product, run: str) -> None:
+    product.cancel(served.api, run)
+    product.until(served.api, run, "Cancelled", seconds=30)
+    product.retry(served.api, run)
+    product.until(served.api, run, "Running", seconds=60)
+    assert_suspended(served, run)
 
 
 def assert_all_reused(served: Product, run: str) -> None:
