@@ -106,6 +106,7 @@ def conclude(config: Retrain, artifacts: list[Artifact], ask: Ask) -> Ending:
     told = "{metric} {value:+.4g} [{low:+.4g}, {high:+.4g}]".format(
         metric=config.gate.metric, **change
     )
+    told += _other_split(promotion.current(store, name), candidate.path)
     if _passes(config.gate, change):
         return _promoted(config, candidate, told, ask, before=_compared_with(artifacts))
     promotion.note(store, name, event="refused", output=candidate.fingerprint, because=told)
@@ -133,6 +134,34 @@ def _promoted(
         return Ending("Refused by gate", f"{now} was promoted meanwhile; run again to compare")
     promotion.promote(store, name, out, because=told)
     return Ending("Promoted", f"{told}; {out}")
+
+
+SPLIT_BY = ("test_fraction", "test_files", "seed")
+"""Settings of prepare_data that decide which rows are held out."""
+
+
+def _other_split(promoted: Path | None, candidate: Path) -> str:
+    """What to know of a comparison on rows that the promoted model may have been trained on."""
+    before, now = (out and _split_of(out) for out in (promoted, candidate))
+    if not before or not now or before == now:
+        return ""
+    changed = ", ".join(
+        f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]
+    )
+    return (
+        f" (rows were split otherwise, {changed}: the promoted model may know those held out now)"
+    )
+
+
+def _split_of(out: Path) -> dict[str, object] | None:
+    """How the rows were split that the exported model ``out`` was trained on, if that is known."""
+    for stage in ("tokenize_data", "prepare_data"):
+        done = manifest.read(out)
+        if done is None or "data" not in done.identity.inputs:
+            return None
+        out = out.parent.parent / stage / done.identity.inputs["data"]
+    done = manifest.read(out)
+    return done and {key: done.identity.config[key] for key in SPLIT_BY}
 
 
 def _compared_with(artifacts: Sequence[Artifact]) -> str:

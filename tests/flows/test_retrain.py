@@ -158,6 +158,29 @@ def test_rollback_is_one_command_and_goes_back_one_model_each_time(tmp_path: Pat
     assert done.stdout.count("rolled back") == 2
 
 
+def trained_on(store: Path, number: int, test_fraction: float) -> Artifact:
+    """An export, with the manifests of the data that its training read."""
+    config: dict[str, Any] = {"test_fraction": test_fraction, "test_files": [], "seed": 0}
+    inputs: dict[str, str] = {}
+    for stage in ("prepare_data", "tokenize_data", "convert"):
+        identity = Identity(stage=stage, version=1, config=config, inputs=inputs)
+        out = store / stage / identity.fingerprint
+        out.mkdir(parents=True, exist_ok=True)
+        manifest.write(out, Manifest(identity=identity))
+        config, inputs = {"number": number}, {"data": identity.fingerprint}
+    return Artifact("convert dpo", "convert", out, identity.fingerprint, "ran")
+
+
+def test_a_comparison_on_rows_that_were_split_otherwise_says_so(tmp_path: Path) -> None:
+    config, better = config_of(tmp_path), change(0.06, 0.03, 0.09)
+    old, same, other = (trained_on(tmp_path, n, share) for n, share in enumerate((0.1, 0.1, 0.2)))
+    judged(config, [old])
+    found = judged(config, [other, *compared(old, **better)])
+    assert "test_fraction 0.1 -> 0.2" in found.message
+    promotion.rollback(tmp_path, NAME)
+    assert "split" not in judged(config, [same, *compared(old, **better)]).message
+
+
 def command(store: Path, *words: str) -> Any:
     return python("-m", "flows.retrain", *words, f"store={store}")
 
