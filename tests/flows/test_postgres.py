@@ -72,8 +72,8 @@ def test_fifty_runs_of_one_minute_all_end_and_none_is_lost(served: Served) -> No
     assert {word for each in runs for word in each["parameters"]["overrides"]} == {
         f"name={name}" for name in names
     }
-    told = {(each["state"]["name"], each["state"]["message"]) for each in runs}
-    assert told == {("Planned", "12 to run")}, "nothing failed, crashed or was skipped as late"
+    names_of_states = {each["state"]["name"] for each in runs}
+    assert names_of_states == {"Planned"}, "nothing failed, crashed or was skipped as late"
     assert {each["run_count"] for each in runs} == {1}
     assert {each["expected_start_time"] for each in runs} == {runs[0]["expected_start_time"]}
     query = "select count(*) from flow_run where auto_scheduled and state_type = 'COMPLETED'"
