@@ -13,7 +13,7 @@ from configs import Config
 from stages import rewards
 from stages.base import Context, Metrics, StageError
 from stages.data import lines
-from stages.evaluation import divergence, items, language_model
+from stages.evaluation import divergence, items, language_model, tokens
 from stages.evaluation.items import IGNORED, Row
 from stages.evaluation.ranks import Ranks, batches_by_length, joined
 from stages.rewards.config import Reward
@@ -107,26 +107,27 @@ def evaluate(
       that of the baseline's answer, ties counting half; with a reference ``kl`` (nats an answer)
       and ``kl_per_token``, KL(model || reference) of answers sampled at temperature 1.
 
-    Leaves ``items.jsonl`` (results by row), ``samples.jsonl`` (generated answers) and, while it
-    works, a line a batch in ``metrics.jsonl`` for those who watch. Several ranks share the batches
-    and give the same result as one; only rank 0 returns it. Raises :class:`StageError` for data,
-    a model or a baseline that does not fit, and for a non-finite loss.
+    Leaves ``items.jsonl`` (results by row), ``samples.jsonl`` (generated answers), ``tokens.json``
+    (what the tokenizer reads in the rows) and, while it works, a line a batch in ``metrics.jsonl``
+    for those who watch. Several ranks share the batches and give the same result as one; only rank
+    0 returns it. Raises :class:`StageError` for data, a model, a baseline or a reference that does
+    not fit, and for a non-finite loss.
     """
     rows = _read(config, data)
     before = None if baseline is None else items.read_matching(baseline, rows)
     prompts = _prompts(config, rows)
-    if baseline is not None:
-        _require_same_tokenizer(baseline, prompts, model / "model")
+    folders = Folders(model / "model", reference and reference / "model")
+    read = _same_tokens(folders, rows, prompts, baseline)
     with joined(ctx.device) as ranks:
-        scorer = None if ranks.rank else _scorer(config, ctx, reward, prompts, model / "model")
-        folders = Folders(model / "model", reference and reference / "model")
+        scorer = None if ranks.rank else _scorer(config, ctx, reward, prompts, folders.model)
         inferred = _infer(config, ctx, ranks, folders, rows, prompts)
     if ranks.rank:
         return {}
-    samples = _samples(config, prompts, inferred.answers, model / "model")
+    samples = _samples(config, prompts, inferred.answers, folders.model)
     rewarded = _rewarded(config, scorer, prompts, samples, baseline, folders.model)
     found = _items(rows, inferred.scores, samples)
     items.require_finite(found)
+    tokens.write(ctx.out, read)
     items.write(ctx.out / items.NAME, found)
     items.write(ctx.out / SAMPLES, samples)
     return {**_measure(config, found, before), **rewarded, **_diverged(config, inferred)}
@@ -173,6 +174,7 @@ def _scorer(
 def _read(config: Evaluate, data: Path) -> list[Row]:
     rows = items.read_split(data, CONVERSATIONS)
     if not (data / "preferences").is_dir():
+        _refuse_judged(data)
         return rows
     rows += items.read_split(data, "preferences/test")
     if config.train_pairs:
@@ -180,6 +182,15 @@ def _read(config: Evaluate, data: Path) -> list[Row]:
             data, "preferences/train", limit=config.train_pairs, seed=config.seed
         )
     return rows
+
+
+def _refuse_judged(data: Path) -> None:
+    """Who gave them waits for a line on preferences that would never come."""
+    if (data / "unpaired").is_dir():
+        raise StageError(
+            f"{data}: the preferences are judged answers (prompt, completion, label), and evaluate "
+            "measures pairs (prompt, chosen, rejected); give pairs, or none with preferences=null"
+        )
 
 
 def _prompts(config: Evaluate, rows: Sequence[Row]) -> list[Row]:
@@ -197,8 +208,25 @@ def _prompts(config: Evaluate, rows: Sequence[Row]) -> list[Row]:
     return prompts
 
 
-def _require_same_tokenizer(baseline: Path, prompts: Sequence[Row], folder: Path) -> None:
-    """Raise :class:`StageError` where the baseline read other words than the model here does."""
+def _same_tokens(
+    folders: Folders, rows: Sequence[Row], prompts: Sequence[Row], baseline: Path | None
+) -> tokens.Tokens:
+    """What the model reads in the rows. Raises :class:`StageError` where what it is compared with
+    read something else."""
+    ours = tokens.read(folders.model, rows)
+    if folders.reference:
+        theirs = tokens.read(folders.reference, rows)
+        tokens.require_same(ours, theirs, folder=folders.model, other=folders.reference)
+    if baseline:
+        theirs = tokens.written(baseline)
+        tokens.require_same(ours, theirs, folder=folders.model, other=baseline)
+        if not (ours and theirs):
+            _require_same_prompts(baseline, prompts, folders.model)
+    return ours
+
+
+def _require_same_prompts(baseline: Path, prompts: Sequence[Row], folder: Path) -> None:
+    """For a baseline that did not write its tokens down, in the prompts that it answered."""
     theirs = {index: each["prompt"] for index, each in _answered(baseline).items()}
     shared = [row for row in prompts if row["index"] in theirs]
     if not shared:
@@ -207,10 +235,7 @@ def _require_same_tokenizer(baseline: Path, prompts: Sequence[Row], folder: Path
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if all(tokenizer.decode(row["prompt_ids"]) != theirs[row["index"]] for row in shared):
-        raise StageError(
-            f"{baseline}: its model read other words in the same tokens than {folder} does, so no "
-            "difference between them means anything; compare models of one tokenizer"
-        )
+        tokens.refuse(folder, baseline)
 
 
 def answer_of(text: str, pattern: str | None) -> str | None:

@@ -3,14 +3,16 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import Field
+from pydantic_core import to_jsonable_python
 
 from configs import Config
+from stages import tree
 from stages.base import Stage, StageError
 from stages.hashing import each, hash_file
 
@@ -34,6 +36,18 @@ class Identity(Config):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@runtime_checkable
+class Selective(Protocol):
+    """A config that reads some of the files of the folder that its ``path`` names."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def read_files(self) -> Sequence[str]:
+        """The names in the folder of what is read. Raises ``StageError`` where that is lacking."""
+        ...
+
+
 class Manifest(Config):
     """The record that a stage is done."""
 
@@ -53,40 +67,53 @@ def identify(stage: Stage, config: Config, inputs: Mapping[str, str]) -> Identit
     """The identity of work not yet done; ``inputs`` maps each input to its fingerprint.
 
     A ``Path`` inside ``config`` counts by the content it points to, and a file by its name too,
-    so a moved file is the same file and an edited or renamed one is not. Raises
-    ``FileNotFoundError`` for a path that is not there.
+    so a moved file is the same file and an edited or renamed one is not. Of a folder counts what a
+    :class:`Selective` config reads of it, or else all that is not hidden. Raises
+    ``FileNotFoundError`` for a path that is not there, and ``StageError`` for a folder that lacks
+    what is to be read.
     """
     return Identity(
         stage=stage.name,
         version=stage.version,
-        config=_by_content(config.model_dump(mode="python")),
+        config=_by_content(config),
         inputs=dict(sorted(inputs.items())),
     )
 
 
 def _by_content(value: Any) -> Any:
+    """``value`` as it stands in a manifest, each path in it by content."""
+    if isinstance(value, Config):
+        fields = dict(value)
+        if isinstance(value, Selective) and value.path.is_dir():
+            fields["path"] = _named(digest(value.path, value.read_files()), value.path)
+        return _by_content(fields)
     if isinstance(value, Path):
-        name = "a folder" if value.is_dir() else value.name
-        return f"sha256:{digest(value)} ({name})"
+        return _named(digest(value), value)
     if isinstance(value, Mapping):
         return {str(key): _by_content(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_by_content(item) for item in value]
-    return value
+    return to_jsonable_python(value)
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, or of a directory's relative names and files, hidden ones left out."""
+def _named(sha256: str, path: Path) -> str:
+    return f"sha256:{sha256} ({'a folder' if path.is_dir() else path.name})"
+
+
+def digest(path: Path, names: Sequence[str] | None = None) -> str:
+    """SHA-256 of a file, or of files of a directory with their names in it.
+
+    They are ``names``, or all that are not hidden, those in linked folders too.
+    """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
     if path.is_file():
         facts = path.stat()
         return _file_digest(path.resolve(), facts.st_size, facts.st_mtime_ns)
     whole = hashlib.sha256()
-    found = {file.relative_to(path): file for file in path.rglob("*") if file.is_file()}
-    names = sorted(n for n in found if not any(part.startswith(".") for part in n.parts))
-    hashes = each(digest, [found[name] for name in names])
-    for name, hashed in zip(names, hashes, strict=True):
+    ordered = tree.walk(path)[0] if names is None else tree.in_order(names)
+    hashes = each(digest, [path / name for name in ordered])
+    for name, hashed in zip(ordered, hashes, strict=True):
         whole.update(f"{name}\0{hashed}\n".encode())
     return whole.hexdigest()
 

@@ -16,6 +16,12 @@ from stages.base import Job
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS, PAD, EOS = 128, 0, 1
+TO_GIVE = {
+    "smollm2": ("conversations", "preferences"),
+    "evaluate": ("model", "conversations"),
+    "convert": ("trained", "base"),
+}
+"""By recipe, the sources of which the user has to name the path."""
 ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -146,6 +152,17 @@ def run_jobs(runs: Sequence[Run]) -> None:
     logs = [log for run in runs for log in sorted((run.out / "logs").glob("*.log"))]
     said = "".join(log.read_text()[-6000:] for log in logs)
     assert done.returncode == 0, said + done.stdout[-2000:] + done.stderr[-6000:]
+
+
+def given(recipe: Path) -> list[str]:
+    """Overrides that give what the recipe leaves to the user."""
+    return [f"{key}.config.source.path=x" for key in TO_GIVE.get(recipe.stem, ())]
+
+
+def flow_alone(name: str, store: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """``python -m flows.NAME`` without Prefect, with runs beside ``store``."""
+    places = [f"store={store}", f"runs={store}-runs"]
+    return python("-m", f"flows.{name}", "--engine", "inline", *words, *places)
 
 
 def python(*argv: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from stages import tree
 from stages.base import StageError
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
@@ -65,7 +66,7 @@ def of_input(source: Path, *, what: str) -> list[DataFile]:
 
 def of_folder(folder: Path, *, origin: Callable[[str], str] | None = None) -> list[DataFile]:
     """The data files under ``folder``; hidden files are no data. Raises :class:`StageError`."""
-    names = walk(folder)[0]
+    names = tree.walk(folder)[0]
     paths = [folder / name for name in names]
     shown = origin or (lambda name: str(folder / name))
     found = [
@@ -81,44 +82,10 @@ def of_folder(folder: Path, *, origin: Callable[[str], str] | None = None) -> li
     return rows
 
 
-def walk(folder: Path) -> tuple[list[str], list[str]]:
-    """The files under ``folder`` by name, and what is left out: devices, a folder seen before.
-
-    Links to folders are followed. Raises :class:`StageError` for a link that leads nowhere and for
-    one that leads back into a folder that holds it. Hidden files and folders do not count.
-    """
-    names: list[str] = []
-    left_out: list[str] = []
-    seen: set[Path] = set()
-
-    def enter(place: Path, above: tuple[Path, ...]) -> None:
-        real = place.resolve()
-        if real in above:
-            raise StageError(f"{place}: a link into a folder that holds it; remove the link")
-        if real in seen:
-            left_out.append(place.relative_to(folder).as_posix())
-            return
-        seen.add(real)
-        for path in sorted(place.iterdir(), key=lambda path: (path.is_symlink(), path.name)):
-            if path.name.startswith("."):
-                continue
-            if path.is_dir():
-                enter(path, (*above, real))
-            elif path.is_file():
-                names.append(path.relative_to(folder).as_posix())
-            elif not path.exists():
-                raise StageError(f"{path}: a link that leads nowhere; mend or remove it")
-            else:
-                left_out.append(path.relative_to(folder).as_posix())
-
-    enter(folder, ())
-    return sorted(names, key=lambda name: Path(name).parts), sorted(left_out)
-
-
 def left_out(source: Path) -> list[str]:
     """Names of the files of a fetched output that are not read as data."""
     folder = source / "data"
-    names, others = walk(folder)
+    names, others = tree.walk(folder)
     read = {file.name for file in of_folder(folder)}
     return sorted(others + [name for name in names if name not in read])
 

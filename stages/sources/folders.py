@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from stages import tree
 from stages.base import StageError
 from stages.checkpoint import heads, lineage
 from stages.checkpoint.json_files import read_json
@@ -27,11 +28,14 @@ TRAINED: Mapping[Layout, tuple[str, ...]] = {
     "safetensors": SAFETENSORS,
     "bin": PICKLED,
     "adapter": ("adapter_model.safetensors", "adapter_model.bin"),
-    "dcp": ("pytorch_model_fsdp_0/*",),
+    "dcp": ("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/*"),
     "rank_files": ("pytorch_model_fsdp*_rank*.bin",),
     "zero": ("latest", "*/*_states.pt"),
 }
 """For each layout what holds the weights; ZeRO's lie in the optimizer's states."""
+
+WEIGHTS = (".safetensors", ".bin", ".distcp", ".pt")
+"""How files end that hold weights; indexes and ZeRO's ``latest`` only name such."""
 
 BESIDE_TRAINED = ("adapter_config.json", lineage.NAME, heads.SCALE)
 """What training leaves beside the weights, and conversion reads."""
@@ -45,7 +49,7 @@ def choose(names: Sequence[str], *, place: str) -> list[str]:
     if "config.json" not in names:
         raise StageError(f"{place}: no config.json, so it is no model folder; {_instead(names)}")
     weights = _matching(names, SAFETENSORS) or _matching(names, PICKLED)
-    if not any(name.endswith((".safetensors", ".bin")) for name in weights):
+    if not any(name.endswith(WEIGHTS) for name in weights):
         raise StageError(
             f"{place}: no weights ({SAFETENSORS[0]} or {PICKLED[0]}); {_instead(names)}"
         )
@@ -58,14 +62,37 @@ def choose(names: Sequence[str], *, place: str) -> list[str]:
     return [*weights, *tokenizer, *_matching(names, BESIDE)]
 
 
+def choose_whole(folder: Path) -> list[str]:
+    """What makes up the model in ``folder``. Raises :class:`StageError` as :func:`choose` does, and
+    for files that are missing.
+    """
+    place = str(folder)
+    if not folder.is_dir():
+        raise StageError(f"{place}: no such folder; give one that save_pretrained wrote")
+    names = choose(tree.matching(folder, ["*"]), place=place)
+    return _complete(folder, names)
+
+
 def choose_trained(folder: Path) -> list[str]:
     """What a conversion reads in a folder that training left, in whatever layout: not what is there
-    to go on with the training. Raises :class:`StageError` for a folder without weights.
+    to go on with the training. Raises :class:`StageError` for a folder without weights, and for
+    files that are missing.
     """
-    names = sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
-    weights = _matching(names, TRAINED[layout(folder)])
-    top = [name for name in names if "/" not in name]
-    return [*weights, *_matching(top, (*TOKENIZERS, *BESIDE, *BESIDE_TRAINED))]
+    kind = layout(folder)
+    weights = tree.matching(folder, TRAINED[kind])
+    if not any(name.endswith(WEIGHTS) for name in weights):
+        raise StageError(
+            f"{folder}: looks like {kind}, and no weight file ({' or '.join(TRAINED[kind])}) is in "
+            "it; give the whole folder that training left"
+        )
+    beside = tree.matching(folder, (*TOKENIZERS, *BESIDE, *BESIDE_TRAINED))
+    return _complete(folder, [*weights, *beside])
+
+
+def _complete(folder: Path, names: list[str]) -> list[str]:
+    tree.require_files(folder, names)
+    require_shards(folder, names, place=str(folder))
+    return names
 
 
 def _matching(names: Sequence[str], patterns: Collection[str]) -> list[str]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs import Config
+from stages import tree
 from stages.base import StageError
 from stages.checkpoint.layouts import layout
-from stages.data import files
 from stages.sources import folders
 
 
@@ -20,6 +20,10 @@ class LocalModel(Config):
     path: Path
     """The folder. Its weights must be a whole model, not an adapter."""
 
+    def read_files(self) -> list[str]:
+        """The names of what belongs to the model."""
+        return folders.choose_whole(self.path)
+
 
 class LocalCheckpoint(Config):
     """A folder that a training left, in any layout that conversion reads. For conversion alone."""
@@ -30,6 +34,10 @@ class LocalCheckpoint(Config):
     """The folder with the weights: a PEFT adapter; a whole model in safetensors or ``.bin``; shards
     of DeepSpeed ZeRO, of FSDP or of ``torch.distributed.checkpoint``; a trainer's
     ``checkpoint-N``."""
+
+    def read_files(self) -> list[str]:
+        """The names of what a conversion reads."""
+        return folders.choose_trained(self.path)
 
 
 class LocalData(Config):
@@ -43,6 +51,17 @@ class LocalData(Config):
     files: tuple[str, ...] = ()
     """Patterns of the files of a folder that are wanted, such as ``*.jsonl``; empty, all."""
 
+    def read_files(self) -> list[str]:
+        """The names of what is wanted of the folder, or of the file alone. Raises
+        :class:`StageError` where that is nothing."""
+        names = [self.path.name] if self.path.is_file() else tree.walk(self.path)[0]
+        if self.files:
+            names = [name for name in names if any(fnmatchcase(name, p) for p in self.files)]
+        if not names:
+            what = f"files like {', '.join(self.files)}" if self.files else "files"
+            raise StageError(f"{self.path}: the folder holds no {what}; give one with data in it")
+        return names
+
 
 def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
     """Copy what belongs to the model. Raises :class:`StageError` for a folder that is none.
@@ -50,24 +69,17 @@ def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
     Weights are copied, not linked: a later training run that saves over the folder must not
     change what was fetched.
     """
-    if not source.path.is_dir():
-        raise StageError(f"{source.path}: no such folder; give one that save_pretrained wrote")
-    place = str(source.path)
-    names = folders.choose(sorted(file.name for file in source.path.iterdir()), place=place)
-    folders.require_shards(source.path, names, place=place)
-    folders.require_known_architecture(source.path, place=place)
-    for name in names:
-        folders.copy(source.path / name, into / name)
+    names = source.read_files()
+    folders.require_known_architecture(source.path, place=str(source.path))
+    _copy(source.path, names, into)
     return {}
 
 
 def bring_checkpoint(source: LocalCheckpoint, into: Path) -> dict[str, Any]:
     """Copy what a conversion reads. Returns the ``layout``; raises :class:`StageError` for a folder
     without weights in a known one."""
-    kind = layout(source.path)
-    for name in folders.choose_trained(source.path):
-        folders.copy(source.path / name, into / name)
-    return {"layout": kind}
+    _copy(source.path, source.read_files(), into)
+    return {"layout": layout(source.path)}
 
 
 def bring_data(source: LocalData, into: Path) -> dict[str, Any]:
@@ -75,25 +87,16 @@ def bring_data(source: LocalData, into: Path) -> dict[str, Any]:
 
     Links to folders are followed, once each. Returns the names of what is left out.
     """
-    found, left_out = _files(source.path)
-    if source.files:
-        found = {name: file for name, file in found.items() if _is_wanted(name, source.files)}
-    if not found:
-        what = f"files like {', '.join(source.files)}" if source.files else "files"
-        raise StageError(f"{source.path}: the folder holds no {what}; give one with data in it")
-    for name, file in found.items():
-        folders.copy(file, into / name)
+    if source.path.is_file():
+        _copy(source.path.parent, source.read_files(), into)
+        return {}
+    if not source.path.is_dir():
+        raise StageError(f"{source.path}: no such file or folder; give the data's path")
+    _copy(source.path, source.read_files(), into)
+    left_out = tree.walk(source.path)[1]
     return {"left_out": ", ".join(left_out)} if left_out else {}
 
 
-def _is_wanted(name: Path, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name.as_posix(), pattern) for pattern in patterns)
-
-
-def _files(path: Path) -> tuple[dict[Path, Path], list[str]]:
-    if path.is_file():
-        return {Path(path.name): path}, []
-    if not path.is_dir():
-        raise StageError(f"{path}: no such file or folder; give the data's path")
-    names, left_out = files.walk(path)
-    return {Path(name): path / name for name in names}, left_out
+def _copy(folder: Path, names: Sequence[str], into: Path) -> None:
+    for name in names:
+        folders.copy(folder / name, into / name)

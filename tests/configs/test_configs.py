@@ -9,6 +9,7 @@ from backends import AnyBackend, Local
 from configs import Config, ConfigError, load
 from flows.catalogue import FLOWS, Deployable
 from flows.sft_then_dpo import SFTThenDPO
+from tests.small import given
 
 
 class Inner(Config):
@@ -103,10 +104,7 @@ def test_a_missing_recipe_suggests_its_neighbours(tmp_path: Path) -> None:
     ids=lambda part: getattr(part, "stem", None) or part.name,
 )
 def test_every_recipe_loads(flow: Deployable, path: Path) -> None:
-    overrides = []
-    if path.stem == "smollm2":  # the user names the data
-        overrides = [f"{part}.config.source.path=x" for part in ("conversations", "preferences")]
-    load(flow.schema, path, overrides)
+    load(flow.schema, path, given(path))
 
 
 def test_every_field_says_what_it_is_for() -> None:

@@ -1,22 +1,18 @@
 """The flow that makes a plain model of what a training left: a folder of the user's own."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.small import ROOT, python
+from tests.small import flow_alone
 from tests.stages.write_shards import with_adapter, write_base
 
 
-def flow(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    places = [f"store={store}", f"runs={store}-runs"]
-    return python("-m", "flows.convert", "--engine", "inline", *places, *words, cwd=ROOT)
-
-
-def source(key: str, kind: str, path: Path) -> str:
-    return f"{key}.config.source={{kind: {kind}, path: {path}}}"
+def words(trained: Path, base: Path) -> list[str]:
+    """As the README has them."""
+    places = {"trained": trained, "base": base}
+    return ["convert", *(f"{key}.config.source.path={path}" for key, path in places.items())]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +33,10 @@ def brought(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_adapter_from_elsewhere_is_merged_and_the_report_says_how_true_it_is(
     brought: Path, tmp_path: Path
 ) -> None:
-    trained = source("trained", "local_checkpoint", brought / "adapter")
-    base = source("base", "local_model", brought / "base")
-    done = flow(tmp_path / "store", trained, base, "convert.config.export_dtype=float32")
+    given = [*words(brought / "adapter", brought / "base"), "convert.config.export_dtype=float32"]
+    done = flow_alone("convert", tmp_path / "store", *given)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    run = tmp_path / "store-runs" / "tiny_convert"
+    run = tmp_path / "store-runs" / "convert"
     assert (run / "convert" / "model" / "model.safetensors").is_file()
     assert not list((run / "fetch-trained").rglob("optimizer.pt"))
     parity = json.loads((run / "convert" / "metrics.json").read_text())["parity"]
@@ -55,35 +50,16 @@ def test_an_adapter_from_elsewhere_is_merged_and_the_report_says_how_true_it_is(
 
 @pytest.mark.slow
 def test_an_adapter_of_another_model_is_one_clear_line(brought: Path, tmp_path: Path) -> None:
-    trained = source("trained", "local_checkpoint", brought / "adapter")
-    base = source("base", "local_model", brought / "other")
-    done = flow(tmp_path / "store", trained, base)
+    given = words(brought / "adapter", brought / "other")
+    done = flow_alone("convert", tmp_path / "store", *given)
     assert done.returncode == 1
     assert "it was trained on another base" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([source("trained", "local_checkpoint", Path("/nowhere"))],
-         "/nowhere: no such file or directory"),
-        ([source("base", "local_checkpoint", Path())], "a whole model is wanted here"),
-        (["trained.config.source={kind: new_task, part: preferences, rows: 9}"],
-         "new_task brings data, and a model is wanted here"),
-        (["base=null"], "base: "),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_clear_line(tmp_path: Path, words: list[str], says: str) -> None:
-    done = flow(tmp_path / "store", *words)
-    assert done.returncode == 2
-    assert says in done.stderr and len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "store").exists()
-
-
 @pytest.mark.slow
 def test_the_recipe_works_as_it_is(tmp_path: Path) -> None:
-    done = flow(tmp_path / "store")
+    done = flow_alone("convert", tmp_path / "store")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     model = tmp_path / "store-runs" / "tiny_convert" / "convert" / "model"
     files = list(model.glob("*.safetensors"))

@@ -17,7 +17,7 @@ from flows import deploy, forms
 from flows.catalogue import FLOWS
 from tests.flows import product
 from tests.flows.product import Product
-from tests.small import ROOT
+from tests.small import ROOT, TO_GIVE
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -58,8 +58,7 @@ def test_presets_pass_what_the_server_enforces_and_faults_do_not() -> None:
         for recipe in flow.recipes():
             preset = forms.preset(flow, recipe)
             faults = validate({"config": preset}, schema, raise_on_error=False)
-            incomplete = recipe.stem == "smollm2"  # its data are for the user to name
-            assert bool(faults) == incomplete, (recipe.stem, faults)
+            assert bool(faults) == (recipe.stem in TO_GIVE), (recipe.stem, faults)
 
 
 def test_every_recipe_is_a_preset() -> None:
@@ -71,7 +70,7 @@ def test_every_recipe_is_a_preset() -> None:
 def test_an_unchanged_form_is_the_recipe(name: str) -> None:
     flow = FLOWS[name]
     for recipe in flow.recipes():
-        if recipe.stem != "smollm2":
+        if recipe.stem not in TO_GIVE:
             sent = forms.complete(json.loads(json.dumps(forms.preset(flow, recipe))))
             assert flow.schema.model_validate(sent) == load(flow.schema, recipe)
 

@@ -1,7 +1,7 @@
 """The flow that measures a model: its plan, its input, its form, and a whole run."""
 
 import json
-import subprocess
+import shlex
 from datetime import date
 from pathlib import Path
 
@@ -12,7 +12,10 @@ from flows import forms, run_names
 from flows.catalogue import FLOWS
 from flows.evaluate import Evaluation
 from flows.sft_then_dpo import SFTThenDPO
-from tests.small import ROOT, python
+from flows.steps import Step
+from stages.convert import Convert
+from stages.evaluate import Evaluate
+from tests.small import ROOT, flow_alone
 
 LABELS = [
     "fetch model", "fetch conversations", "fetch preferences", "prepare data", "tokenize data",
@@ -20,13 +23,8 @@ LABELS = [
 ]  # fmt: skip
 
 
-def flow(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    places = [f"store={store}", f"runs={store}-runs"]
-    return python("-m", "flows.evaluate", "--engine", "inline", *places, *words, cwd=ROOT)
-
-
 def planned(store: Path, *words: str) -> list[str]:
-    done = flow(store, "--plan", *words)
+    done = flow_alone("evaluate", store, *words, "--plan")
     assert done.returncode == 0, done.stderr
     return [line.split(":")[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
 
@@ -37,22 +35,55 @@ def test_baseline_and_preferences_are_for_the_user_to_leave_out(tmp_path: Path) 
     assert alone == [each for each in LABELS if not each.endswith(("baseline", "preferences"))]
 
 
+SOURCES = ("model", "baseline", "conversations", "preferences", "trained", "base")
+NEW_TASK = "{kind: new_task, part: conversations, rows: 9}"
+
+
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("name", "word", "says"),
     [
-        (["model.config.source={kind: new_task, part: conversations, rows: 9}"],
+        ("evaluate", f"model.config.source={NEW_TASK}",
          "new_task brings data, and a model is wanted here"),
-        (["baseline.config.source={kind: local_checkpoint, path: .}"], "with the flow convert"),
-        (["preferences.config.source={kind: new_model}"],
+        ("evaluate", "baseline.config.source={kind: local_checkpoint, path: .}",
+         "with the flow convert"),
+        ("evaluate", "preferences.config.source={kind: new_model}",
          "new_model brings a model, and data are wanted here"),
-        (["sft.config.epochs=2"], "sft: unknown key"),
+        ("evaluate", "sft.config.epochs=2", "sft: unknown key"),
+        ("convert", f"trained.config.source={NEW_TASK}",
+         "new_task brings data, and a model is wanted here"),
+        ("convert", "trained.config.source={kind: local_checkpoint, path: /nowhere}",
+         "/nowhere: no such file or directory"),
+        ("convert", "trained.config.source={kind: local_checkpoint, path: docs}",
+         "docs: holds no weights in a known layout"),
+        ("convert", "base.config.source={kind: local_checkpoint, path: .}",
+         "a whole model is wanted here"),
+        ("convert", "base=null", "base: "),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_line(tmp_path: Path, words: list[str], says: str) -> None:
-    done = flow(tmp_path / "store", *words)
+def test_bad_input_is_one_clear_line(tmp_path: Path, name: str, word: str, says: str) -> None:
+    done = flow_alone(name, tmp_path / "store", word)
     assert done.returncode == 2
     assert says in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "store").exists()
+
+
+def documented() -> dict[str, list[str]]:
+    """What the README types after each flow's name."""
+    section = (ROOT / "README.md").read_text().partition("## Measuring and converting alone")[2]
+    typed = section.split("```")[1].replace("\\\n", " ").strip().splitlines()
+    return {line.split()[2].rpartition(".")[2]: shlex.split(line)[3:] for line in typed}
+
+
+@pytest.mark.parametrize(("name", "computes"), [("evaluate", Evaluate()), ("convert", Convert())])
+def test_the_readme_s_commands_bring_no_settings_of_the_tiny_recipes(
+    name: str, computes: Evaluate | Convert
+) -> None:
+    recipe, *words = documented()[name]
+    config = load(FLOWS[name].schema, RECIPES / f"{recipe}.yaml", words)
+    assert getattr(config, name).config == computes
+    sources = {key: step for key, step in config if isinstance(step, Step) and key in SOURCES}
+    assert sources.keys() == {word.partition(".")[0] for word in words}
+    assert all(step.config.source.kind.startswith("local_") for step in sources.values())
 
 
 def test_only_what_is_measured_may_be_held_out_whole() -> None:
@@ -77,15 +108,15 @@ def test_forms_and_names_of_flows_that_train_nothing(
     schema = forms.parameter_schema(flow)
     assert "backend" not in schema["properties"], "it is that of training stages"
     assert list(schema["definitions"][flow.schema.__name__]["properties"])[: len(first)] == first
-    (recipe,) = flow.recipes()
-    assert recipe.stem == f"tiny_{name}"
+    neutral, recipe = flow.recipes()
+    assert (neutral.stem, recipe.stem) == (name, f"tiny_{name}")
     assert run_names.name(load(flow.schema, recipe), date(2026, 11, 30)) == called
 
 
 @pytest.mark.slow
 def test_a_whole_run_compares_two_models_and_its_report_is_complete(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    done = flow(store)
+    done = flow_alone("evaluate", store)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "score                      baseline              model" in done.stdout
     folder = tmp_path / "store-runs" / "tiny_evaluate"
@@ -95,5 +126,5 @@ def test_a_whole_run_compares_two_models_and_its_report_is_complete(tmp_path: Pa
     assert (folder / "figures" / "scores.png").stat().st_size > 0
     scores = json.loads((folder / "evaluate-model" / "metrics.json").read_text())
     assert scores["conversations/loss"]["n"] == 300, "every row is measured"
-    again = flow(store)
+    again = flow_alone("evaluate", store)
     assert again.returncode == 0 and " ran in " not in again.stdout

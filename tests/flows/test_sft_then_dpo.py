@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import RECIPES
+from flows.catalogue import FLOWS
 from stages import STAGES, manifest, resume
 from stages.fetch import Fetch
 from tests.small import ENV, ROOT, python
@@ -346,7 +346,7 @@ def test_the_four_packages_resolve_inside_this_project() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    sorted(p.stem for p in RECIPES.glob("*.yaml") if not p.stem.startswith(("tiny", "smollm2"))),
+    [p.stem for p in FLOWS["sft-then-dpo"].recipes() if p.stem not in ("tiny", "smollm2")],
 )
 def test_recipes_for_real_hardware_plan_without_a_gpu(tmp_path: Path, recipe: str) -> None:
     done = python("-m", MODULE, recipe, "--plan", f"store={tmp_path}/s", f"runs={tmp_path}/r")

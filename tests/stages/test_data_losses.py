@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from stages import tree
 from stages.base import Context, StageError
-from stages.data import files, overlap, packing, shapes
+from stages.data import overlap, packing, shapes
 from stages.data.columns import Columns
 from stages.data.conversations import Kind
 from stages.data.files import DataFile
@@ -296,7 +297,7 @@ def test_links_are_followed_once_and_broken_ones_are_refused(tmp_path: Path) -> 
     (folder / "gone.jsonl").unlink()
     (real / "up").symlink_to(folder)
     with pytest.raises(StageError, match="a link into a folder that holds it"):
-        files.walk(folder)
+        tree.walk(folder)
 
 
 def test_files_that_are_not_data_are_named_and_others_are_read(tmp_path: Path) -> None:

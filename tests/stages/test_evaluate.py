@@ -493,18 +493,76 @@ def test_a_baseline_that_is_no_evaluation_is_refused(
         run(models["base"], baseline=data)
 
 
-def test_a_baseline_of_another_tokenizer_is_refused(
-    run: Callable[..., Found], models: dict[str, Path], tmp_path: Path
-) -> None:
-    other = Path(shutil.copytree(models["base"], tmp_path / "other"))
-    file = other / "model" / "tokenizer.json"
+def with_tokens(source: Path, folder: Path, name: Callable[[int], str]) -> Path:
+    """The model of ``source`` with a tokenizer in which ``name`` says what each id stands for."""
+    file = copy_model(source, folder) / "model" / "tokenizer.json"
     facts = json.loads(file.read_text())
     numbers = facts["model"]["vocab"].values()
-    facts["model"]["vocab"] = {f"w{n}" if n < 4 else f"v{n}": n for n in numbers}
+    facts["model"]["vocab"] = {name(number): number for number in numbers}
     file.write_text(json.dumps(facts))
-    _, out = run(other)
-    with pytest.raises(StageError, match="read other words in the same tokens"):
+    return folder
+
+
+def swapped(number: int) -> str:
+    """Neighbours from 4 on have changed places."""
+    return f"w{number if number < 4 else number ^ 1}"
+
+
+SCORED = CONFIG.model_copy(update={"generate_rows": 0})
+OTHER_WORDS = "read other words in the same tokens"
+
+
+@pytest.mark.parametrize("config", [CONFIG, SCORED], ids=["answered", "scored alone"])
+def test_a_baseline_of_another_tokenizer_is_refused_before_measuring(
+    config: Evaluate, run: Callable[..., Found], models: dict[str, Path], tmp_path: Path
+) -> None:
+    other = with_tokens(models["base"], tmp_path / "other", swapped)
+    _, out = run(other, config)
+    weights = copy_model(models["tuned"], tmp_path / "tuned")
+    (weights / "model" / "model.safetensors").unlink()
+    with pytest.raises(StageError, match=rf"{OTHER_WORDS}.*\('w5' for 'w4' in token 4\)"):
+        run(weights, config, baseline=out)
+
+
+def test_a_baseline_that_wrote_no_tokens_down_is_judged_by_its_prompts(
+    run: Callable[..., Found], models: dict[str, Path], base: Found, tmp_path: Path
+) -> None:
+    _, out = run(with_tokens(models["base"], tmp_path / "other", swapped))
+    (out / "tokens.json").unlink()
+    with pytest.raises(StageError, match=OTHER_WORDS):
         run(models["tuned"], baseline=out)
+    old = Path(shutil.copytree(base[1], tmp_path / "old"))
+    (old / "tokens.json").unlink()
+    assert "conversations/loss_change" in run(models["tuned"], baseline=old)[0]
+
+
+def test_tokens_that_no_row_has_make_no_other_tokenizer(
+    run: Callable[..., Found], models: dict[str, Path], base: Found, tmp_path: Path
+) -> None:
+    """Such as are added for a template, or for padding, and whatever else its files say."""
+    more = with_tokens(models["tuned"], tmp_path, lambda n: "another" if n == 3 else f"w{n}")
+    assert "conversations/loss_change" in run(more, SCORED, baseline=base[1])[0]
+
+
+def test_a_reference_of_another_tokenizer_is_refused(
+    run: Callable[..., Found], models: dict[str, Path], tmp_path: Path
+) -> None:
+    reference = with_tokens(models["base"], tmp_path, swapped)
+    with pytest.raises(StageError, match=OTHER_WORDS):
+        run(models["tuned"], SCORED, reference=reference)
+
+
+def test_judged_answers_are_no_pairs_and_that_is_said(
+    run: Callable[..., Found], models: dict[str, Path], splits: dict[str, Rows], tmp_path: Path
+) -> None:
+    judged = [{"prompt_ids": [4, 5], "completion_ids": [6, 1], "label": True}]
+    rows = {"conversations/test": splits["conversations/test"][:3], "unpaired/test": judged}
+    data = save_data(tmp_path, rows)
+    with pytest.raises(StageError, match=r"judged answers.*measures pairs.*preferences=null"):
+        run(models["base"], SCORED, data=data)
+    save_data(tmp_path, {"preferences/test": splits["preferences/test"]})
+    no_train = SCORED.model_copy(update={"train_pairs": 0})
+    assert "preferences/test/accuracy" in run(models["base"], no_train, data=data)[0]
 
 
 def spoil_token(splits: dict[str, Rows]) -> None:

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import ValidationError
 
+from stages import STAGES
 from stages.base import Context, Job, StageError
 from stages.fetch import Fetch, fetch
-from stages.manifest import digest
+from stages.manifest import digest, identify
 from stages.prepare_data import PrepareData, prepare_data
 from stages.sources import new_task
 from stages.sources.new_model import make_tokenizer
@@ -39,6 +40,11 @@ def refuse(out: Path, **source: Any) -> str:
         fetch(Fetch.model_validate({"source": source}), Context(out))
     assert not list(out.iterdir())
     return str(fault.value)
+
+
+def fingerprint(**source: Any) -> str:
+    """Where the store keeps what ``source`` brings."""
+    return identify(STAGES["fetch"], Fetch.model_validate({"source": source}), {}).fingerprint
 
 
 def rows(path: Path) -> list[Any]:
@@ -340,6 +346,107 @@ def test_a_folder_without_weights_is_no_checkpoint(folder: Path, tmp_path: Path)
     assert "no weights in a known layout (safetensors, bin, adapter, dcp" in message
 
 
+def _shards(folder: Path) -> list[str]:
+    """Makes ``folder`` one of FSDP2's, written by DCP; what of it conversion reads."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model_fsdp_0").mkdir()
+    names = [f"pytorch_model_fsdp_0/{name}" for name in (".metadata", "__0_0.distcp")]
+    for name in names:
+        (folder / name).write_text("x")
+    return names
+
+
+def _zero(folder: Path) -> list[str]:
+    (folder / "model.safetensors").unlink()
+    (folder / "global_step3").mkdir()
+    (folder / "latest").write_text("global_step3")
+    stem = "mp_rank_00"
+    names = [f"global_step3/{stem}_{part}_states.pt" for part in ("model", "optim")]
+    for name in names:
+        (folder / name).write_text("x")
+    return ["latest", *names]
+
+
+@pytest.mark.parametrize(
+    ("make", "moved"), [(_shards, "pytorch_model_fsdp_0"), (_zero, "global_step3")]
+)
+def test_weights_in_a_linked_folder_come_too_and_count(
+    make: Any, moved: str, folder: Path, tmp_path: Path
+) -> None:
+    names = make(folder)
+    before = fingerprint(kind="local_checkpoint", path=folder)
+    away = (folder / moved).rename(tmp_path / "away")
+    (folder / moved).symlink_to(away)
+    assert fingerprint(kind="local_checkpoint", path=folder) == before
+    out = bring(tmp_path / "out", kind="local_checkpoint", path=folder)
+    assert all((out / name).is_file() for name in names), "copies, hidden ones too"
+    assert not (out / moved).is_symlink()
+    (away / Path(names[-1]).name).write_text("others")
+    assert fingerprint(kind="local_checkpoint", path=folder) != before
+
+
+def _hollow(folder: Path) -> None:
+    for name in _shards(folder):
+        (folder / name).unlink()
+
+
+def _index_alone(folder: Path) -> None:
+    _sharded(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+
+
+def _lost_link(folder: Path) -> None:
+    for name in _shards(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / "away")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_hollow, "looks like dcp, and no weight file"),
+        (_index_alone, "no weight file"),
+        (_sharded, "1 of the 2 weight files.*the first is model-00002-of-00002.safetensors"),
+        (_lost_link, r"pytorch_model_fsdp_0/\.metadata: a link that leads nowhere"),
+    ],
+)
+def test_a_trained_folder_that_lacks_its_weights_is_refused_before_anything_runs(
+    damage: Any, says: str, folder: Path, tmp_path: Path
+) -> None:
+    damage(folder)
+    source: dict[str, Any] = {"kind": "local_checkpoint", "path": folder}
+    message = refuse(tmp_path / "out", **source)
+    assert re.search(says, message) and str(folder) in message and "\n" not in message
+    with pytest.raises(StageError, match=says):
+        fingerprint(**source)
+
+
+@pytest.mark.parametrize("kind", ["local_model", "local_checkpoint"])
+def test_only_what_is_read_of_a_model_folder_counts(kind: str, folder: Path) -> None:
+    source: dict[str, Any] = {"kind": kind, "path": folder}
+    (folder / "trainer_state.json").write_text("{}")
+    before = fingerprint(**source)
+    (folder / "LICENSES").mkdir()
+    (folder / "wandb").symlink_to("gone")  # what nobody reads may be lost
+    names = ("optimizer.pt", "rng_state_0.pth", "notes.txt", ".hidden.jinja", "LICENSES/a")
+    for name in names:
+        (folder / name).write_text("x")
+    assert fingerprint(**source) == before
+    for name in ("chat_template.jinja", "model.safetensors"):
+        with (folder / name).open("ab") as file:
+            file.write(b"x")
+        assert fingerprint(**source) != before
+        before = fingerprint(**source)
+
+
+def test_what_does_not_count_does_not_come_either(folder: Path, tmp_path: Path) -> None:
+    (folder / "LICENSES").mkdir()
+    for name in (".hidden.jinja", "LICENSES/a"):
+        (folder / name).write_text("x")
+    out = bring(tmp_path / "out", kind="local_model", path=folder)
+    assert not [path for path in out.iterdir() if path.name in ("LICENSES", ".hidden.jinja")]
+
+
 def test_local_data_comes_as_it_is(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     (mine / "more").mkdir(parents=True)
@@ -363,6 +470,53 @@ def test_patterns_choose_among_the_files_of_a_folder(tmp_path: Path) -> None:
     assert found == ["b.jsonl", "more/c.jsonl"]
     message = refuse(tmp_path / "no", kind="local_data", path=mine, files=["*.csv"])
     assert "no files like *.csv" in message
+    message = refuse(tmp_path / "no", kind="local_data", path=mine / "a.json", files=["*.csv"])
+    assert "no files like *.csv" in message
+
+
+def test_rows_in_a_linked_folder_count(tmp_path: Path) -> None:
+    """The digest of a folder reads what fetching copies, links to folders included."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    found = []
+    for place in places:
+        rows_of = tmp_path / f"rows of {place.name}"
+        rows_of.mkdir()
+        (rows_of / "a.jsonl").write_text(f'{{"text": "{place.name}"}}')
+        place.mkdir()
+        (place / "linked").symlink_to(rows_of)
+        (place / "again").symlink_to(rows_of)
+        found.append(fingerprint(kind="local_data", path=place))
+    assert found[0] != found[1] and digest(places[0]) != digest(places[1])
+    out = bring(tmp_path / "out", kind="local_data", path=places[0])
+    assert digest(out) == digest(places[0])
+    (places[0] / "linked" / "loop").symlink_to(places[0])
+    with pytest.raises(StageError, match="a link into a folder that holds it"):
+        digest(places[0])
+
+
+def test_a_file_that_the_patterns_leave_out_does_not_count(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "notes.txt", ".hidden.jsonl"):
+        (tmp_path / name).write_text("[]")
+    source: dict[str, Any] = {"kind": "local_data", "path": tmp_path, "files": ["*.jsonl"]}
+    whole = {**source, "files": []}
+    mixed = {"kind": "several", "sources": {"mine": source}}
+
+    def each() -> list[str]:
+        return [fingerprint(**one) for one in (source, mixed, whole)]
+
+    first = each()
+    (tmp_path / "notes.txt").write_text("more")
+    (tmp_path / ".hidden.jsonl").write_text("more")
+    second = each()
+    assert first[:2] == second[:2] and first[2] != second[2]
+    (tmp_path / "a.jsonl").write_text("[1]")
+    third = each()
+    assert not set(second) & set(third)
+    (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
+    assert not set(third) & set(each()), "the name counts too"
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(StageError, match=r"no files like \*\.jsonl"):
+        fingerprint(**source)
 
 
 def test_several_places_each_fill_a_folder(tmp_path: Path) -> None:
