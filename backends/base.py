@@ -96,6 +96,20 @@ def trainer_settings(resources: Resources) -> dict[str, Any]:
     }
 
 
+def one_process(resources: Resources, *argv: str) -> Launch:
+    """A rank that is alone, started without torchrun: accelerate 1.15 starts a process group in
+    whatever has a ``LOCAL_RANK``, and on a CPU wraps the model for it too, though it has no peer.
+    """
+    settings = trainer_settings(resources)
+    del settings["ddp_backend"], settings["ddp_timeout"]
+    return Launch(
+        argv=(sys.executable, *argv),
+        env=rank_environment(resources),
+        trainer_args=settings,
+        promise={"wrapper": "none", "world_size": 1},
+    )
+
+
 def torchrun(resources: Resources, *argv: str) -> tuple[str, ...]:
     """Rendezvous is the cluster's business: torchrun reads it from ``PET_*`` variables.
 

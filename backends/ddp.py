@@ -4,7 +4,14 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from backends.base import Launch, Resources, rank_environment, torchrun, trainer_settings
+from backends.base import (
+    Launch,
+    Resources,
+    one_process,
+    rank_environment,
+    torchrun,
+    trainer_settings,
+)
 from configs import Config
 
 
@@ -17,13 +24,14 @@ class DDP(Config):
     """Size of a gradient bucket in MiB; unset, PyTorch's 25."""
 
     def plan(self, resources: Resources, *argv: str) -> Launch:
+        if resources.world_size == 1:
+            return one_process(resources, *argv)
         settings = trainer_settings(resources) | {"ddp_find_unused_parameters": False}
         if self.bucket_cap_mb is not None:
             settings["ddp_bucket_cap_mb"] = self.bucket_cap_mb
-        wrapper = "ddp" if resources.world_size > 1 else "none"
         return Launch(
             argv=torchrun(resources, *argv),
             env=rank_environment(resources),
             trainer_args=settings,
-            promise={"wrapper": wrapper, "world_size": resources.world_size},
+            promise={"wrapper": "ddp", "world_size": resources.world_size},
         )

@@ -1,9 +1,8 @@
 """One process, not distributed: data preparation, conversion, and runs on one device."""
 
-import sys
 from typing import Literal
 
-from backends.base import Launch, Resources, rank_environment, trainer_settings
+from backends.base import Launch, Resources, one_process
 from configs import Config
 
 
@@ -18,11 +17,4 @@ class Local(Config):
                 f"the local backend is one process, but {resources.world_size} ranks are asked "
                 "for; use backend.kind ddp, fsdp or deepspeed"
             )
-        settings = trainer_settings(resources)
-        del settings["ddp_backend"], settings["ddp_timeout"]
-        return Launch(
-            argv=(sys.executable, *argv),
-            env=rank_environment(resources),
-            trainer_args=settings,
-            promise={"wrapper": "none", "world_size": 1},
-        )
+        return one_process(resources, *argv)

@@ -29,8 +29,8 @@ class AskedElsewhere(Exception):
 
 
 Ask = Callable[[str, str], Decision]
-"""Called with the question and a key, which tells it from other questions. Raises
-:class:`AskedElsewhere`."""
+"""Called with the question and a key (lowercase letters, digits and dashes), which tells it from
+other questions. Raises :class:`AskedElsewhere`."""
 
 WORDS = {"y": True, "yes": True, "n": False, "no": False}
 

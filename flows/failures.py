@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from stages.urls import without_user_info
+
 TAIL_LINES = 12
 READ_BYTES = 1 << 18
 FULL_BYTES = 1 << 16
@@ -247,7 +249,7 @@ def _rank_log(out: Path, rank: int, ended: Ended) -> Path:
 
 def _text(head: str, *, tail: Iterable[str] = (), log: Path, advice: str) -> str:
     lines = [head, *(f"  | {line}" for line in tail), f"  log:  {log}", f"  next: {advice}"]
-    return "\n".join(lines)
+    return without_user_info("\n".join(lines))
 
 
 def _recorded(label: str, out: Path, ended: Ended, fault: Mapping[str, Any]) -> Failure:

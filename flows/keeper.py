@@ -24,6 +24,7 @@ from stages.manifest import write_atomically
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from psutil import Process
 
 FOLDER = "deployed-runs"
 """Below Prefect's home: a file for each run of this machine that has not been settled."""
@@ -110,8 +111,7 @@ def _runs(process: Mapping[str, Any]) -> bool:
     import psutil
 
     with suppress(psutil.NoSuchProcess):
-        dead = psutil.Process(process["pid"]).status() == psutil.STATUS_ZOMBIE
-        return supervise.is_alive(process) and not dead
+        return supervise.is_alive(process) and _is_at_work(psutil.Process(process["pid"]))
     return False
 
 
@@ -138,8 +138,7 @@ def settle(path: Path, *, patience: float) -> Ending:
 
 
 def _job_is_alive(facts: Mapping[str, Any]) -> bool:
-    handle = read(Path(facts["out"]) / supervise.HANDLE) if "out" in facts else {}
-    return bool(handle) and supervise.is_alive(handle)
+    return "out" in facts and _supervisor(Path(facts["out"])) is not None
 
 
 def _wait_for_job(facts: Mapping[str, Any]) -> None:
@@ -173,7 +172,7 @@ def _ending(facts: Mapping[str, Any]) -> Ending:
 def stopped(facts: Mapping[str, Any]) -> str:
     """``at sft, step 40 of 254, checkpoint 40 saved, 4 processes ended, 0 left``."""
     if "out" not in facts:
-        return "before its first stage"
+        return "before it had anything to run"
     out = Path(facts["out"])
     newest = resume.newest(out)
     saved = f"checkpoint of step {resume.step(newest):,} saved" if newest else "nothing saved yet"
@@ -192,28 +191,46 @@ def _step(out: Path) -> str:
 
 
 def remaining(out: Path) -> list[int]:
-    """Live processes of the job of ``out``: its ranks and their launcher name its file, and its
-    supervisor is known by its handle."""
+    """Live processes of the job of ``out``: its supervisor, which is known by its handle, the
+    launcher and the ranks, which name its file, and what any of these have started."""
     import psutil
 
-    job, found = str(out / "job.json"), []
+    job, supervisor, found = (out / "job.json").resolve(), _supervisor(out), set[int]()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if job in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+            if process.pid == supervisor or _names(process, job):
+                family = [process, *process.children(recursive=True)]
+                found |= {each.pid for each in family if _is_at_work(each)}
+    return sorted(found)
 
 
 def processes_of(out: Path) -> int:
     """How many processes the job of ``out`` has now, its supervisor among them."""
     import psutil
 
-    handle = read(out / supervise.HANDLE)
-    if not handle or not supervise.is_alive(handle):
-        return 0
     with suppress(psutil.Error):
-        return 1 + len(psutil.Process(handle["pid"]).children(recursive=True))
+        if supervisor := _supervisor(out):
+            return 1 + len(psutil.Process(supervisor).children(recursive=True))
     return 0
+
+
+def _supervisor(out: Path) -> int | None:
+    handle = read(out / supervise.HANDLE)
+    return handle["pid"] if handle and supervise.is_alive(handle) else None
+
+
+def _names(process: "Process", job: Path) -> bool:
+    """Whether its command names the file, from where it works if it writes a relative path."""
+    named = [word for word in process.cmdline() if word.endswith(job.name)]
+    return bool(named) and job in [Path(process.cwd(), word).resolve() for word in named]
+
+
+def _is_at_work(process: "Process") -> bool:
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 # --- what Prefect is told

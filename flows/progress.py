@@ -1,6 +1,7 @@
 """What a running stage has to say: a line now and then, read from its ``metrics.jsonl``."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 
 EVERY_SECONDS = 3.0
 QUIET_SECONDS = 15.0
+
+PASSING = re.compile(r".*?: (step \d+/\d+|working, \d+ s|starting, \d+ s)(  |$)")
+"""What a line of progress begins with: the next one of its stage says it better."""
 
 
 class Progress:

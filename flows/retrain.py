@@ -121,7 +121,7 @@ def _promoted(
     store, name, out = config.store, config.name, candidate.path
     if config.gate.approval:
         try:
-            decision = ask(f"{name}: {told}; {out}", f"{candidate.fingerprint}-{before}")
+            decision = ask(f"{name}: {told}; {out}", f"{candidate.fingerprint}-{before or 'first'}")
         except AskedElsewhere as other:
             return Ending("Nothing new", f"{other}; {out}")
         told = f"{told}; {decision.comment}" if decision.comment else told

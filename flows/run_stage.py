@@ -169,6 +169,8 @@ def run_stage(planned: Plan, *, say: Say, queued: Queued = lambda why: None) -> 
             resumed = _make_ready(planned)
             way, seconds = _execute(planned, lock=lock, say=say, queued=queued)
         _check_sources(planned)
+        for name, why in _dropped(planned.out).items():
+            say(f"{planned.label}: {name} was not told everything: {why}")
         manifest.write(planned.out, _manifest(planned, way, seconds=seconds))
         return _artifact(planned, "resumed" if resumed else "ran", seconds)
 
@@ -381,3 +383,9 @@ def _ranks(out: Path) -> list[dict[str, Any]]:
     """What each rank found itself to be: wrapper, shard sizes, optimizer bytes."""
     files = sorted((out / "ranks").glob("rank-*.json"), key=lambda p: int(p.stem[5:]))
     return [json.loads(file.read_text()) for file in files]
+
+
+def _dropped(out: Path) -> dict[str, str]:
+    """Why which trackers failed, while training went on."""
+    told = [rank.get("dropped_trackers", {}) for rank in _ranks(out)]
+    return {name: why for each in told for name, why in each.items()}

@@ -13,6 +13,7 @@ from stages import STAGES, stopping
 from stages.base import Context, Interrupted, Job
 from stages.beats import Beats, write_stacks_on_request
 from stages.manifest import write_atomically
+from stages.urls import without_user_info
 
 LOGS = "logs"
 PR_SET_PDEATHSIG = 1
@@ -24,6 +25,7 @@ def main(path: Path) -> None:
     if "RANK" in os.environ:
         _die_with_launcher()
         _own_log(out / LOGS / f"rank-{rank}.log")
+    sys.excepthook = lambda _, error, __: sys.stderr.write(_traceback(error))
     try:
         job = Job.model_validate_json(path.read_text())
         stage = STAGES[job.stage]
@@ -72,10 +74,14 @@ def _record(path: Path, error: BaseException) -> None:
         "type": type(error).__name__,
         "kinds": [kind.__name__ for kind in type(error).__mro__],
         "errno": getattr(error, "errno", None),
-        "message": str(error),
-        "traceback": traceback.format_exc(),
+        "message": without_user_info(str(error)),
+        "traceback": _traceback(error),
     }
     path.write_text(json.dumps(fault, indent=2))
+
+
+def _traceback(error: BaseException) -> str:
+    return without_user_info("".join(traceback.format_exception(error)))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ class Watch(TrainerCallback):
         self.saves.finish()
         if self.curves:
             self.curves.end()
+            self._note({"dropped_trackers": self.curves.dropped})
         if self.rank == 0:
             resume.discard_saving(self.ctx.out)
         waited = {"saves": self.saves.count, "save_seconds": self.saves.seconds}

@@ -101,12 +101,16 @@ class ThisMachine(Config):
         It gets ``gpus`` GPUs that no other job has, and waits for them: ``queued`` is told why,
         and the empty text when it is over.
         """
-        alone = gpus and not self.share_gpus
         names, slots_held = (
-            take(gpus, visible=visible_gpus(), poll=poll, queued=queued) if alone else ([], [])
+            take(gpus, visible=visible_gpus(), poll=poll, queued=queued)
+            if gpus and not self.share_gpus
+            else (visible_gpus()[:gpus], [])
         )
-        mine = {"OMP_NUM_THREADS": f"{threads_per_rank(gpus)}"} if gpus else {}
-        mine |= {"CUDA_VISIBLE_DEVICES": ",".join(names)} if alone else {}
+        # No more than it asks for: a process without torchrun would spread its batch over all.
+        mine = {
+            "CUDA_VISIBLE_DEVICES": ",".join(names),
+            "OMP_NUM_THREADS": f"{threads_per_rank(gpus)}",
+        } if gpus else {}  # fmt: skip
         job = supervise.Job(
             argv=launch.argv,
             env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{self.grace_seconds:.0f}"}

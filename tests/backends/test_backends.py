@@ -1,6 +1,7 @@
 """A backend's plan is a pure value: a command, an environment, trainer settings, a promise."""
 
 import sys
+from typing import Literal
 
 import pytest
 from pydantic import ValidationError
@@ -33,6 +34,15 @@ def test_one_node_meets_on_a_free_port_and_more_nodes_meet_where_the_cluster_say
         "-m",
         "stages",
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_that_is_alone_is_one_plain_process(device: Literal["cpu", "cuda"]) -> None:
+    alone = Resources(device=device)
+    launch = DDP(bucket_cap_mb=50).plan(alone, "-m", "stages")
+    assert launch == Local().plan(alone, "-m", "stages")
+    assert launch.argv == (sys.executable, "-m", "stages")
+    assert launch.promise == {"wrapper": "none", "world_size": 1}
 
 
 def test_fsdp_plan_matches_the_record() -> None:

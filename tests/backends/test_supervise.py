@@ -224,6 +224,18 @@ def test_two_jobs_never_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert told == ["waits for 3 of 3 GPUs; 1 not in use by other jobs", ""]
 
 
+def test_a_job_that_shares_gpus_sees_as_many_as_it_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain process would spread over all that it sees, and its batch would grow with them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "x0,x1,x2")
+    launch = Launch((sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"))
+    log = tmp_path / "log"
+    here = ThisMachine(share_gpus=True)
+    assert here.run(launch, gpus=1, log=log, lock=1, poll=lambda: None) == 0
+    assert log.read_text() == "x0\n"
+
+
 SECOND_USER = """
 import os, sys
 from pathlib import Path

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from backends.placement import supervise
+from backends import Launch
+from backends.placement import ThisMachine, supervise
 from flows import keeper
 from flows.endings import Ending
 
@@ -28,6 +30,12 @@ def trained(out: Path, *, steps: int, saved: int | None = None) -> Path:
     return out
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def test_the_message_tells_step_checkpoint_and_processes(tmp_path: Path) -> None:
     out = trained(tmp_path / "sft", steps=1234, saved=1200)
     facts: dict[str, Any] = {"out": str(out), "label": "sft", "processes": 9}
@@ -36,18 +44,44 @@ def test_the_message_tells_step_checkpoint_and_processes(tmp_path: Path) -> None
     )
     early = trained(tmp_path / "dpo", steps=2)
     assert "nothing saved yet" in keeper.stopped({"out": str(early), "label": "dpo"})
-    assert keeper.stopped({}) == "before its first stage"
+    assert keeper.stopped({}) == "before it had anything to run"
 
 
-def test_a_process_that_is_left_is_counted_and_not_denied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["absolute", "relative"])
+def test_a_process_that_is_left_is_counted_and_not_denied(tmp_path: Path, store: str) -> None:
     out = trained(tmp_path / "sft", steps=3)
+    job = out / "job.json" if store == "absolute" else Path("sft") / "job.json"
     code = "import time; time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, str(out / "job.json")]) as rank:
+    with subprocess.Popen([sys.executable, "-c", code, str(job)], cwd=tmp_path) as rank:
         try:
+            wait_until(lambda: bool(keeper.remaining(out)))
             assert keeper.remaining(out) == [rank.pid]
             assert keeper.stopped({"out": str(out), "label": "sft"}).endswith("1 left")
         finally:
             rank.kill()
+
+
+def test_a_job_in_a_relative_store_is_found_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the default store. The command of the rank's own child holds nothing of it at all."""
+    monkeypatch.chdir(tmp_path)
+    out = trained(Path("store/sft/abc"), steps=3)
+    code = "import subprocess; subprocess.run(['sleep', '60'])"
+    launch = Launch((sys.executable, "-c", code, str(out / "job.json")))
+    seen: list[tuple[int, int]] = []
+    deadline = time.monotonic() + 30
+
+    def poll() -> None:
+        there = tmp_path / out
+        seen.append((len(keeper.remaining(there)), keeper.processes_of(there)))
+        if seen[-1] == (3, 3) or time.monotonic() > deadline:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ThisMachine(grace_seconds=0.5).run(launch, gpus=0, log=out / "log.txt", lock=1, poll=poll)
+    assert seen[-1] == (3, 3), "supervisor, rank and the child of it"
+    assert keeper.remaining(tmp_path / out) == []
 
 
 def test_the_flows_own_word_counts_and_without_it_the_files_do(tmp_path: Path) -> None:
@@ -98,9 +132,7 @@ def test_a_keeper_stays_though_somebody_looks_at_its_run_while_it_starts(tmp_pat
 def test_a_process_that_nobody_has_collected_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     identity = supervise.identity(process.pid)
-    deadline = time.monotonic() + 20
-    while keeper._runs(identity) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not keeper._runs(identity))
     assert not keeper._runs(identity)
     assert process.wait() == 0
     assert keeper._runs(supervise.identity(os.getpid()))

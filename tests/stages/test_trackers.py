@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stages import resume, trackers
+from stages.base import Context
 from tests.small import ENV, ROOT, Run, run_jobs
 from tests.stages import sentences
 
@@ -150,6 +151,59 @@ def test_a_resumed_training_is_one_run_of_its_tracker(trained: Trained) -> None:
     assert re.fullmatch(r"sft-[0-9a-f]{8}", first["name"])
     others = [next(iter(each)) for each in trained.told if "log" not in each]
     assert others == ["init", "finish"] * 2
+
+
+ROW = {"step": 1, "total_steps": 4, "time": 1.5, "loss": 0.25, "grad_norm": 2.0}
+
+
+def test_records_are_what_tensorboards_own_writer_makes(tmp_path: Path) -> None:
+    from tensorboardX.record_writer import RecordWriter
+
+    drawn = trackers.Curves(None, Context(tmp_path), [ROW])
+    drawn.end()
+    (path,) = (tmp_path / trackers.TENSORBOARD).glob("*.tfevents.*")
+    data, events = path.read_bytes(), []
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        events.append(data[12 : 12 + size])
+        data = data[12 + size + 4 :]
+    again = RecordWriter(str(tmp_path / "again"))
+    for event in events:
+        again.write(event)
+    again.close()
+    assert len(events) == 2 and (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+def test_a_full_disk_is_not_hidden_and_no_other_fault_of_tensorboard_stops_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = trackers.Curves(None, Context(tmp_path), [])
+    files = drawn.listeners[trackers.TENSORBOARD]
+    assert isinstance(files, trackers.Files)
+    full = pytest.raises(OSError, match="No space left")
+    with full, Path("/dev/full").open("wb") as files.file:
+        drawn.add(ROW)
+    assert drawn.dropped == {} and files.file.closed
+    drawn.add(ROW)
+    drawn.add(ROW)
+    drawn.end()
+    assert drawn.dropped == {"tensorboard": "ValueError: write to closed file"}
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"tensorboard is told no more until the next start: {drawn.dropped['tensorboard']}\n"
+    )
+
+
+@pytest.mark.parametrize("left", [b"", b'{"project": "tiny", "run": "sf', b"\0" * 64, b"\xff"])
+def test_what_a_power_cut_left_of_the_memory_begins_a_new_run(tmp_path: Path, left: bytes) -> None:
+    asked = trackers.Tracking.model_validate(TRACKING)
+    whole = trackers.Told(tmp_path, asked)
+    whole.note("trackio", 7)
+    assert trackers.Told(tmp_path, asked).facts == whole.facts
+    (tmp_path / trackers.TOLD).write_bytes(left)
+    anew = trackers.Told(tmp_path, asked)
+    assert not anew.knows("trackio", 1) and anew.facts["run"] != whole.facts["run"]
 
 
 def test_a_package_that_is_missing_is_named_and_a_folder_is_none(

@@ -20,6 +20,7 @@ STEPS = 10
 TWO = Resources(ranks_per_node=2)
 BACKENDS: dict[str, tuple[AnyBackend, Resources]] = {
     "one process": (Local(), Resources()),
+    "ddp alone": (DDP(), Resources()),
     "ddp": (DDP(), TWO),
     "fsdp": (FSDP(), TWO),
     "zero2": (DeepSpeed(zero_stage=2), TWO),
