@@ -198,6 +198,29 @@ def test_flows_that_train_nothing_work_unedited_too(page: Any, served: Product, 
     assert ("## Scores" if name.startswith("evaluate") else "## Exports") in text
 
 
+def test_a_person_reads_the_results_and_answers(page: Any, served: Product) -> None:
+    words = [*product.SHORT, "name=judged", "gate.approval=true"]
+    run = product.submit(served.api, "retrain/tiny", overrides=words)["id"]
+    product.until(served.api, run, "Suspended", seconds=400)
+    open_run(page, served, run, "Artifacts")
+    page.get_by_text("run-retrain-judged").first.click()
+    page.get_by_role("heading", name="Scores").wait_for()
+    open_run(page, served, run, "Artifacts")
+    page.get_by_role("button", name="Open menu").click()
+    page.get_by_role("menuitem", name="Resume").click()
+    form = page.locator("[role=dialog]").last
+    form.get_by_text("judged: the first of its name").wait_for()
+    form.get_by_role("button", name="Resume", exact=True).click()
+    page.get_by_text("'decision' is a required property").wait_for()
+    form.get_by_text("Select", exact=True).click()
+    page.get_by_role("option", name="promote").click()
+    form.locator("textarea").last.fill("reads well")
+    picture(page, "answer")
+    form.get_by_role("button", name="Resume", exact=True).click()
+    shows(page, served, run, "Promoted", 3)
+    assert message_of(served, run).startswith("the first of its name; reads well")
+
+
 def new_steps(served: Product, before: set[Path]) -> int:
     folders = set((served.home / "store" / "sft").iterdir()) - before
     files = [folder / "metrics.jsonl" for folder in folders]
