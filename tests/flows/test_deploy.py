@@ -210,6 +210,8 @@ def test_what_only_the_worker_sees_is_refused_in_its_first_seconds(served: Produ
 def test_ctrl_c_ends_everything_and_the_same_state_comes_back(
     tmp_path_factory: pytest.TempPathFactory, served: Product
 ) -> None:
+    run = product.submit(served.api, "sft-then-dpo/tiny", mode="plan")["id"]
+    product.until(served.api, run, "Planned", seconds=90)
     before = product.ask(served.api, "/flow_runs/count", {})
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert len(children) >= 2
