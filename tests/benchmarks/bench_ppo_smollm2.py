@@ -108,4 +108,4 @@ def main(folder: Path, updates: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 24)
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10)
