@@ -2,8 +2,8 @@
 
 ``PYTHONPATH=. python tests/benchmarks/bench_ppo_frontier.py FOLDER [METHOD ...]``. Four prompts,
 eight one-token answers, two gloo ranks (tests/stages/bandit.py). A method is right if it reaches
-the enumerated (E[r], KL). What FOLDER holds already is not run again; ``FOLDER/frontier.png`` is
-drawn from all that it holds.
+the enumerated (E[r], KL); of DPO, which is told of the answers alone, among those. What FOLDER
+holds already is not run again; ``FOLDER/frontier.png`` is drawn from all that it holds.
 """
 
 import os
@@ -99,20 +99,24 @@ def main(folder: Path, methods: list[str]) -> None:
             run_jobs(missing)
     reference = bandit.distribution(folder / "world" / "policy" / "model")
     start = bandit.measure(reference, reference)
-    rows = [["reference", "", f"{start['reward']:.3f}", "0", "", ""]]
+    rows = [["reference", "", f"{start['reward']:.3f}", "0", "", "", ""]]
     reached: dict[str, list[dict]] = {}
     for method in ("PPO", "DPO", "RLOO"):
         for beta, run in zip(BETAS, jobs(folder, method), strict=True):
             if not (run.out / "model").exists():
                 continue
             policy, best = bandit.distribution(run.out / "model"), bandit.optimum(reference, beta)
+            outside = 1 - float(policy.exp()[:, list(bandit.ANSWERS)].sum(1).mean())
+            if method == "DPO":
+                policy, best = (bandit.among_answers(each) for each in (policy, best))
             got, exact = (bandit.measure(each, reference) for each in (policy, best))
             reached.setdefault(method, []).append(got)
             apart = 0.5 * (policy.exp() - best.exp()).abs().sum(1).max()
             pairs = [f"{got[key]:.3f} / {exact[key]:.3f}" for key in ("reward", "kl")]
             seconds = f"{run.rows[-1]['time'] - run.rows[0]['time']:.0f}"
-            rows.append([method, f"{beta:g}", *pairs, f"{float(apart):.3f}", seconds])
-    head = ["method", "beta", "E[r] got / exact", "KL got / exact", "max TV", "s"]
+            facts = [f"{float(apart):.3f}", f"{100 * outside:.1f}", seconds]
+            rows.append([method, f"{beta:g}", *pairs, *facts])
+    head = ["method", "beta", "E[r] got / exact", "KL got / exact", "max TV", "other words, %", "s"]
     show("The frontier, two gloo ranks", head, rows)
     betas = np.geomspace(0.1, 50, 60).tolist()
     curve = [bandit.measure(bandit.optimum(reference, beta), reference) for beta in betas]

@@ -95,6 +95,16 @@ def measure(policy: Any, reference: Any, table: Any = None) -> dict[str, float]:
     }
 
 
+def among_answers(policy: Any) -> Any:
+    """``policy`` with every other word forbidden: preferences between answers say nothing of those,
+    and DPO lets probability go there."""
+    import torch
+
+    allowed = torch.full((WORDS,), -torch.inf, dtype=policy.dtype)
+    allowed[list(ANSWERS)] = 0.0
+    return (policy + allowed).log_softmax(-1).clamp(min=-1e4)
+
+
 def optimum(reference: Any, beta: float, table: Any = None) -> Any:
     """The best (prompts, words) log-probabilities under a penalty of ``beta`` a nat."""
     return (reference + (rewards() if table is None else table) / beta).log_softmax(-1)
