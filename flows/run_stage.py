@@ -166,7 +166,7 @@ def run_stage(planned: Plan, *, say: Say, queued: Queued = lambda why: None) -> 
         if _was_done(planned, planned.remaining[0]):
             resumed, way, seconds = True, planned.remaining[0], 0.0
         else:
-            resumed = _make_ready(planned)
+            resumed = _make_ready(planned, say=say)
             way, seconds = _execute(planned, lock=lock, say=say, queued=queued)
         _check_sources(planned)
         for name, why in _dropped(planned.out).items():
@@ -214,10 +214,11 @@ def _wait_for(lock: int, progress: Progress) -> None:
             time.sleep(WAIT_SECONDS)
 
 
-def _make_ready(planned: Plan) -> bool:
+def _make_ready(planned: Plan, *, say: Say) -> bool:
     """Bring the output directory to a state to start from; True when there is one to resume."""
     out = planned.out
-    resume.discard_incomplete(out)
+    for line in resume.discard_incomplete(out):
+        say(f"{planned.label}: {line}")
     if planned.checkpoint is None:
         moves.clear(out)
         return False
@@ -237,7 +238,7 @@ def _execute(planned: Plan, *, lock: int, say: Say, queued: Queued) -> tuple[Way
             retries -= 1
             say(f"{failure.text.splitlines()[0]}; going on from {_start(planned)}")
             time.sleep(failure.kind.pause_seconds)
-            _make_ready(planned)
+            _make_ready(planned, say=say)
         else:
             raise StageFailed(failure.text, kind=failure.kind)
     return left[0], time.monotonic() - started

@@ -24,7 +24,7 @@ STAGES = {
         Stage(reward, beats=True),
         Stage(ppo, beats=True),
         Stage(grpo, beats=True),
-        Stage(convert, version=2),
+        Stage(convert, version=3),
         Stage(evaluate, beats=True),
         Stage(longest_rows),
     )

@@ -1,7 +1,6 @@
 """Conversion: whatever a training stage left becomes one plain Hugging Face folder."""
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -11,18 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from configs import Config
-from stages import manifest
+from stages import manifest, resume
 from stages.base import Context, Metrics, StageError
-from stages.checkpoint import companions, export, fresh, other_forms, parity
+from stages.checkpoint import companions, export, fresh, other_forms, parity, places
 from stages.checkpoint.adapter import Adapter, faults, read_adapter
 from stages.checkpoint.architecture import Architecture, architecture
 from stages.checkpoint.conversation import template
 from stages.checkpoint.facts import describe, quantization
 from stages.checkpoint.faults import validate
+from stages.checkpoint.fit import fitted
 from stages.checkpoint.json_files import read_json_if_there
 from stages.checkpoint.layouts import is_adapter, layout
-from stages.checkpoint.lineage import check_base
-from stages.checkpoint.merge import Arithmetic, difference, merge
+from stages.checkpoint.lineage import check_base, noted_base
+from stages.checkpoint.merge import Arithmetic, comparable, difference, merge
 from stages.checkpoint.parity import Start
 from stages.checkpoint.readers import open_weights
 from stages.checkpoint.ties import settle
@@ -73,41 +73,82 @@ def convert(
     rows at a time, and it gives the tokenizer, template and generation config that training did
     not leave. The result is written aside, validated, loaded in a fresh process, compared there
     with the model as it was trained (on the held-out preference pairs of ``data`` too), and
-    renamed. Raises ``StageError`` with a line for each fault when the inputs do not fit together,
-    the result is not a sound checkpoint, or it does not answer like the trained model.
+    renamed. Raises ``StageError`` with a line for each fault when the inputs do not fit together
+    or are not what was saved, the result is not a sound checkpoint, or it does not answer like
+    the trained model.
     """
     _check_alone()
     _check_lineage(trained, base)
-    return export_model(config, ctx.out, source=_model(trained), origin=_model(base), data=data)
+    source, origin = _model(trained), _model(base)
+    return export_model(config, ctx.out, source=source, origin=origin, data=data, replace=True)
 
 
 def export_model(
-    config: Convert, out: Path, *, source: Path, origin: Path, data: Path | None = None
+    config: Convert,
+    out: Path,
+    *,
+    source: Path,
+    origin: Path,
+    data: Path | None = None,
+    replace: bool = False,
 ) -> Metrics:
-    """:func:`convert` for bare checkpoint folders."""
+    """:func:`convert` for bare checkpoint folders. Results that are in ``out`` already are refused,
+    or with ``replace`` make room once the new ones are whole."""
     started = time.monotonic()
-    partial = _fresh(out)
-    fresh.start()
-    adapter = _adapter(source, origin) if _is_adapted(source) else None
-    training = Training(source, origin, adapter)
-    figures = _write(config, partial, training)
-    figures |= _check(config, partial, training, data=data)
-    for form in config.also:
-        other_forms.write(form, partial, out)
-    if adapter and config.keep_adapter:
-        _keep(adapter, source, out)
-    _publish(partial, out / "model")
+    inputs = (source, origin, *([data] if data else []))
+    with places.aside(out, inputs=inputs, replace=replace) as made:
+        fresh.start()
+        training = _training(source, origin)
+        figures = _make(config, made, training, data=data)
+        places.put_in_place(made, out)
     return {
         "seconds": time.monotonic() - started,
         **figures,
-        **_figures(out / "model", source, origin, adapter),
+        **_figures(out / "model", source, origin, training.adapter),
     }
+
+
+def export_adapter(out: Path, *, source: Path) -> None:
+    """Write the adapter in ``source``, of any layout, to the new folder ``out`` as PEFT loads it.
+
+    Raises ``StageError`` when it is not sound, or ``out`` is there already.
+    """
+    resume.require_saved(source)
+    adapter = _adapter(source)
+    with places.new_folder(out) as folder:
+        write_adapter(adapter, source, folder)
+
+
+def _training(source: Path, origin: Path) -> Training:
+    """What there is to convert. Raises ``StageError`` where it is damaged or does not fit."""
+    for folder in {source, origin}:
+        resume.require_saved(folder)
+    if not _is_adapted(source):
+        return Training(source, origin, None)
+    adapter = _adapter(source)
+    check_base(source, origin)
+    return Training(source, origin, fitted(adapter, source, origin))
+
+
+def _make(config: Convert, made: Path, training: Training, *, data: Path | None) -> dict[str, Any]:
+    """Fill the folders in ``made``; what was decided and measured on the way."""
+    model = made / "model"
+    figures = _write(config, model, training)
+    figures |= _check(config, model, training, data=data)
+    for form in config.also:
+        other_forms.write(form, model, made)
+    if training.adapter and config.keep_adapter:
+        (made / "adapter").mkdir()
+        write_adapter(training.adapter, training.source, made / "adapter")
+    return figures
 
 
 def _write(config: Convert, partial: Path, training: Training) -> dict[str, Any]:
     """Fill ``partial``; what was decided on the way."""
+    partial.mkdir()
     source, origin, dtype = training.source, training.origin, config.export_dtype
-    settings = companions.model_config(source, origin)
+    rows = training.adapter.vocabulary_rows if training.adapter else None
+    settings = companions.model_config(source, origin, vocabulary_rows=rows)
     companions.write_config(partial, settings, dtype=dtype)
     plan = architecture(partial)
     figures: dict[str, Any] = {}
@@ -139,13 +180,14 @@ def _check(
             load=lambda path: fresh.load(path, probes=exam.probes, out=exam.out),
         )
         if lines:
-            raise StageError(_listed(f"{partial}: faults in the export", lines))
+            raise StageError(_listed("faults in the export, which is not kept", lines))
         if not exam.probes:
             return {}
         figures = parity.measure(exam, training)
     tolerance = config.parity_tolerance or parity.TOLERANCES[dtype]
     if lines := parity.faults(figures, tolerance=tolerance, dtype=dtype):
-        raise StageError(_listed(f"{partial}: the export is not the trained model", lines))
+        what = f"{training.source}: its export is not the trained model, and is not kept"
+        raise StageError(_listed(what, lines))
     return {"parity": {**figures, "tolerance": tolerance}}
 
 
@@ -177,16 +219,6 @@ def _model(output: Path) -> Path:
     return folder
 
 
-def _fresh(out: Path) -> Path:
-    """An empty ``OUT/model.partial``; what an interrupted conversion left is begun anew."""
-    partial = out / "model.partial"
-    for name in ("model", "adapter", *other_forms.FOLDERS):
-        for old in (out / name, out / f"{name}.partial"):
-            shutil.rmtree(old, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
-
-
 def _whole(source: Path, settings: Mapping[str, Any]) -> Weights:
     if held := quantization(settings):
         raise StageError(
@@ -200,11 +232,10 @@ def _is_adapted(source: Path) -> bool:
     return is_adapter(source) or layout(source) == "adapter"
 
 
-def _adapter(source: Path, origin: Path) -> Adapter:
+def _adapter(source: Path) -> Adapter:
     adapter = read_adapter(source)
     if lines := faults(adapter):
         raise StageError(_listed(f"{source}: faults in the adapter", lines))
-    check_base(source, origin)
     return adapter
 
 
@@ -254,27 +285,19 @@ def _listed(what: str, lines: Sequence[str]) -> str:
     return "\n".join((f"{what} ({len(lines)}):", *lines)) if lines[1:] else f"{what}: {lines[0]}"
 
 
-def _keep(adapter: Adapter, source: Path, out: Path) -> None:
-    partial = out / "adapter.partial"
-    partial.mkdir()
-    write_adapter(adapter, source, partial)
-    _publish(partial, out / "adapter")
-
-
-def _publish(partial: Path, final: Path) -> None:
-    export.sync(partial)
-    partial.rename(final)
-
-
 def _figures(model: Path, source: Path, origin: Path, adapter: Adapter | None) -> dict[str, Any]:
     """What was made, of what. ``base_precision`` is how the base was held while an adapter was
     trained, ``merged_into`` the types of the weights it was merged into: QLoRA's are not the same.
+    ``base_verified`` is whether the adapter's folder itself tells that this was its base, by a
+    fingerprint or by frozen weights.
     """
     facts = describe(model)
     made = {key: facts[key] for key in ("parameters", "bytes", "dtypes", "tied")}
     figures = {"layout": layout(source), **made}
     if adapter:
         trained = read_json_if_there(source / "config.json")
+        compared = comparable(open_weights(origin), adapter)
+        figures["base_verified"] = bool(noted_base(source) or compared)
         figures["merged_parameters"] = len(adapter.updates)
         figures["base_precision"] = quantization(trained) or trained.get("dtype")
         figures["merged_into"] = "+".join(describe(origin)["dtypes"] or ())

@@ -48,8 +48,8 @@ def fetch(config: Fetch, ctx: Context) -> Metrics:
 
     The checkpoint is a whole one in the Hugging Face layout, but for a ``local_checkpoint``.
     ``OUT/source.json`` says where from, at which commit or content hash, and lists the files with
-    their sizes in bytes. Raises :class:`StageError` for whatever is missing or out of reach, and
-    then leaves neither folder.
+    their sizes in bytes. Raises :class:`StageError` for whatever is missing, damaged or out of
+    reach, and then leaves neither folder.
     """
     name, bring = BRING[type(config.source)]
     partial, final = ctx.out / f"{name}.partial", ctx.out / name

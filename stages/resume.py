@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stages import hashing
+from stages.base import StageError
+from stages.checkpoint.json_files import expect, read_json
 
 FOLDER = "checkpoints"
 SAVING = "saving"
@@ -25,21 +28,27 @@ def step(checkpoint: Path) -> int:
 
 def complete(out: Path) -> list[Path]:
     """The checkpoints of ``out`` that were written to the end, oldest first."""
+    return sorted((folder for folder in _marked(out) if not _changed_size(folder)), key=step)
+
+
+def _marked(out: Path) -> list[Path]:
+    """The checkpoints of ``out`` that have a marker."""
     found = [marker.parent for marker in (out / FOLDER).glob(f"checkpoint-*/{MARKER}")]
-    return sorted(filter(_is_whole, found), key=step)
+    return [folder for folder in found if folder.name.rpartition("-")[2].isdecimal()]
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether every file is there with the size that was recorded."""
+def _changed_size(checkpoint: Path) -> str | None:
+    """The first file that is not there with the size that was recorded; the marker itself if it
+    records none."""
     try:
-        step(checkpoint)
-        files = json.loads((checkpoint / MARKER).read_text())["files"]
-    except (ValueError, KeyError):
-        return False
-    return all(
-        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size
-        for name, size in files.items()
-    )
+        files = _record(checkpoint)["files"]
+    except StageError:
+        return MARKER
+    return next((name for name, size in files.items() if _size(checkpoint / name) != size), None)
+
+
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
 
 
 def newest(out: Path) -> Path | None:
@@ -53,15 +62,28 @@ def saved_bytes(out: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def discard_incomplete(out: Path) -> None:
-    """Remove what an interrupted save left, and put aside the newest checkpoints whose files are
-    no longer what was saved; sound ones are never touched."""
+def discard_incomplete(out: Path) -> list[str]:
+    """Remove what an interrupted save left, and put aside checkpoints whose files are no longer
+    what was saved: all of which a file has another size, and the newest whose hashes are wrong.
+    Sound ones are never touched. Returns a line for each that is put aside."""
     discard_saving(out)
     for folder in (out / FOLDER).glob("checkpoint-*"):
         if not (folder / MARKER).exists():
             shutil.rmtree(folder)
-    while (last := newest(out)) and damage(last):
-        last.rename(last.with_name(f"{DAMAGED}{last.name}"))
+    told = [_put_aside(each, file) for each in _marked(out) if (file := _changed_size(each))]
+    while (last := newest(out)) and (file := damage(last)):
+        told.append(_put_aside(last, file))
+    return told
+
+
+def _put_aside(checkpoint: Path, file: str) -> str:
+    """Rename a damaged checkpoint; what happened, in a line."""
+    aside, number = checkpoint.with_name(f"{DAMAGED}{checkpoint.name}"), 1
+    while aside.exists():  # this step was saved, damaged and done again before
+        number += 1
+        aside = checkpoint.with_name(f"{DAMAGED}{checkpoint.name}-{number}")
+    checkpoint.rename(aside)
+    return f"{checkpoint / file}: not what was saved; the checkpoint is put aside as {aside.name}"
 
 
 def discard_saving(out: Path) -> None:
@@ -70,7 +92,10 @@ def discard_saving(out: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """The file of a complete checkpoint whose content is not what was saved, or ``None``."""
+    """The file of a checkpoint with a marker whose content is not what was saved, or ``None``; the
+    marker itself if it does not say what was."""
+    if file := _changed_size(checkpoint):
+        return file
     record = _record(checkpoint)
     for kind, digest in _DIGESTS.items():
         hashes = record.get(kind, {})
@@ -79,6 +104,15 @@ def damage(checkpoint: Path) -> str | None:
             if hashes[name] != now:
                 return name
     return None
+
+
+def require_saved(checkpoint: Path) -> None:
+    """Raise ``StageError`` where a save was marked complete and is not what it was then."""
+    if (checkpoint / MARKER).is_file() and (name := damage(checkpoint)):
+        raise StageError(
+            f"{checkpoint / name}: is not what was saved, as {MARKER} tells; take another "
+            "checkpoint"
+        )
 
 
 def publish(out: Path, number: int, facts: Mapping[str, Any], *, movable: bool = True) -> Path:
@@ -128,7 +162,13 @@ def facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def _record(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / MARKER).read_text())
+    """What the marker holds. Raises :class:`StageError` for one that nobody here wrote."""
+    file = checkpoint / MARKER
+    record = read_json(file)
+    for key in ("facts", "files", *_DIGESTS):
+        if expect(file, record, key, dict) is None and key not in _DIGESTS:
+            raise StageError(f"{file}: has no {key}")
+    return record
 
 
 def obstacle(checkpoint: Path, promise: Mapping[str, Any]) -> str | None:
@@ -166,14 +206,19 @@ _FAMILIES: Mapping[str, Literal["whole", "fsdp", "deepspeed"]] = {
 
 def best(out: Path, metric: str, *, larger: bool = False) -> Path | None:
     """The complete checkpoint at whose step ``OUT/metrics.jsonl`` has the best ``metric``, the
-    least unless ``larger``; ``None`` if it was logged at none of them."""
+    least unless ``larger``; ``None`` if it was logged at none of them as a finite number."""
     logged = out / "metrics.jsonl"
     lines = logged.read_text().splitlines() if logged.exists() else []
     rows = (json.loads(line) for line in lines if line.endswith("}"))  # one may be half written
-    values = {row["step"]: row[metric] for row in rows if metric in row}
+    values = {row["step"]: row[metric] for row in rows if _is_finite(row.get(metric))}
     known = [folder for folder in complete(out) if step(folder) in values]
     sign = -1 if larger else 1
     return min(known, key=lambda folder: sign * values[step(folder)], default=None)
+
+
+def _is_finite(value: Any) -> bool:
+    """NaN is neither more nor less than anything, so that the first of several would be best."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def rotate(

@@ -10,6 +10,7 @@ from typing import Any
 
 from stages import recut, resume
 from stages.base import Context
+from stages.training import complete
 
 Trainer = Any
 
@@ -36,6 +37,7 @@ class Saves:
         """Call it in every rank when the trainer has written; rank 0 begins to finish the save."""
         self.trainer.accelerator.wait_for_everyone()
         if self.trainer.args.process_index == 0:
+            complete(self.trainer, self.ctx.out / resume.SAVING / f"checkpoint-{step}")
             movable = not self.trainer.is_deepspeed_enabled or recut.movable(self.trainer)
             self.unfinished = self.thread.submit(self._publish, step, movable)
         self.count += 1

@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from configs import Config
 from stages import recut, resume
 from stages.base import Context, Metrics, StageError
+from stages.checkpoint.conversation import has_tokenizer
 from stages.checkpoint.lineage import note_base
 
 if TYPE_CHECKING:
@@ -361,7 +362,7 @@ def _save(trainer: Trainer, ctx: Context) -> None:
         )
     trainer.accelerator.wait_for_everyone()
     if main:
-        _complete(trainer, partial)
+        complete(trainer, partial)
         partial.rename(final)
 
 
@@ -370,8 +371,9 @@ def gathers(trainer: Trainer) -> bool:
     return "FULL_STATE_DICT" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
 
 
-def _complete(trainer: Trainer, folder: Path) -> None:
-    """Sharded saves bring weights alone; a reader needs config, tokenizer and adapter too."""
+def complete(trainer: Trainer, folder: Path) -> None:
+    """Sharded saves bring weights alone; a reader needs config, tokenizer and adapter too, and
+    the fingerprint of what the adapter was trained on."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if adapters := getattr(model, "peft_config", None):
         if not (folder / "adapter_config.json").exists():
@@ -382,4 +384,5 @@ def _complete(trainer: Trainer, folder: Path) -> None:
         model.config.save_pretrained(folder)
     if model.can_generate() and not (folder / "generation_config.json").exists():
         model.generation_config.save_pretrained(folder)
-    trainer.processing_class.save_pretrained(folder)
+    if not has_tokenizer(folder):
+        trainer.processing_class.save_pretrained(folder)

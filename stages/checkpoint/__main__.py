@@ -1,4 +1,4 @@
-"""``python -m stages.checkpoint validate|describe|convert|merge|diff``, for people."""
+"""``python -m stages.checkpoint validate|describe|convert|merge|adapter|diff``, for people."""
 
 import argparse
 import json
@@ -6,18 +6,24 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from configs import ConfigError, resolve
 from stages.base import StageError
 from stages.checkpoint import describe, validate
 from stages.checkpoint.compare import differences
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, or 1 with one line per fault or difference."""
+    """The exit status: 0, or 1 with one line per fault or difference; 2 for an unusable option."""
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
     except StageError as error:
         return _report(str(error).splitlines())
+    except ConfigError as error:
+        _report(str(error).splitlines())
+        return 2
+    except OSError as error:
+        return _report([_in_words(error, options)])
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -45,7 +51,8 @@ def _convert(options: argparse.Namespace) -> int:
         "merge_into": options.merge_into,
         "parity_probes": options.parity_probes,
     }
-    config = Convert.model_validate({k: v for k, v in asked.items() if v is not None})
+    given = {key: value for key, value in asked.items() if value is not None}
+    config = resolve(Convert, given, place=Path("options"))
     base = options.base or options.path
     figures = export_model(config, options.out, source=options.path, origin=base)
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
@@ -53,12 +60,17 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _adapter(options: argparse.Namespace) -> int:
-    from stages.checkpoint.adapter import read_adapter
-    from stages.checkpoint.trained import write_adapter
+    from stages.convert import export_adapter
 
-    options.out.mkdir(parents=True)
-    write_adapter(read_adapter(options.path), options.path, options.out)
+    export_adapter(options.out, source=options.path)
     return 0
+
+
+def _in_words(error: OSError, options: argparse.Namespace) -> str:
+    """What the system said, and of which file; a full disk names none."""
+    place = error.filename or getattr(options, "out", None)
+    said = error.strerror or (str(error) or repr(error)).splitlines()[0]
+    return f"{place}: {said}" if place else said
 
 
 def _report(lines: Iterable[str]) -> int:

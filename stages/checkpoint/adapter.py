@@ -32,7 +32,7 @@ _VARIANTS = (
 
 @dataclass(frozen=True)
 class Update:
-    """The change of one parameter; every field but the last two names a tensor of the adapter."""
+    """The change of one parameter; every field but the last three names a tensor of the adapter."""
 
     a: str | None = None
     b: str | None = None
@@ -44,7 +44,10 @@ class Update:
 
     scaling: float = 1.0
     embedding: bool = False
-    """Whether the parameter is an embedding, which is stored (inputs, outputs)."""
+    """Whether the parameter is that of an embedding."""
+
+    transposed: bool = False
+    """Whether it is stored (inputs, outputs), as embeddings and GPT-2's layers are."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,10 @@ class Adapter:
     """Parameter -> the base's own tensor, where the checkpoint holds those too."""
 
     weights: Weights
+
+    vocabulary_rows: int | None = None
+    """Of the vocabulary that it was trained with, where that has other rows than its base's.
+    :func:`stages.checkpoint.fit.fitted` finds it."""
 
     @property
     def heads(self) -> frozenset[str]:
@@ -90,7 +97,7 @@ def read_adapter(path: Path) -> Adapter:
     saved = {
         m.parameter: n for n, m in meanings.items() if isinstance(m, Saved) and m.adapter == chosen
     }
-    trained = _trained_biases(config, plain) if state_dict_form else plain
+    trained = _trained_biases(config, plain, low_rank.values()) if state_dict_form else plain
     return Adapter(
         config=config,
         updates=_updates(path, config, low_rank, chosen, weights),
@@ -133,10 +140,27 @@ def _refuse(file: Path, config: Mapping[str, Any]) -> None:
             f"{file}: init_lora_weights {start!r} changes the base weights before training, so "
             "that merging into the original ones would be wrong"
         )
-    if not config.get("lora_alpha"):
-        raise StageError(
-            f"{file}: lora_alpha is {config.get('lora_alpha')!r}, which drops the adapter"
-        )
+    _refuse_scaling(file, config)
+
+
+def _refuse_scaling(file: Path, config: Mapping[str, Any]) -> None:
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise StageError(f"{file}: alpha_pattern is {patterns!r}, and a mapping was expected")
+    alphas = {"lora_alpha": config.get("lora_alpha") or 0}
+    alphas |= {f"alpha_pattern {pattern!r}": alpha for pattern, alpha in patterns.items()}
+    for place, alpha in alphas.items():
+        if type(alpha) not in (int, float):
+            raise StageError(f"{file}: {place} is {alpha!r}, and a number was expected")
+    if not alphas["lora_alpha"]:
+        raise StageError(f"{file}: lora_alpha is 0 or not there, which drops the adapter")
+    for pattern in patterns:
+        try:
+            re.compile(_end(pattern))
+        except re.error as error:
+            raise StageError(
+                f"{file}: alpha_pattern {pattern!r} is no regular expression: {error}"
+            ) from None
 
 
 def _chosen(path: Path, meanings: Iterable[Meaning]) -> str | None:
@@ -154,10 +178,17 @@ def _chosen(path: Path, meanings: Iterable[Meaning]) -> str | None:
     raise StageError(f"{path}: holds {len(named)} adapters ({named}) and none is called 'default'")
 
 
-def _trained_biases(config: Mapping[str, Any], plain: Mapping[str, str]) -> dict[str, str]:
-    if config.get("bias", "none") == "none":
+def _trained_biases(
+    config: Mapping[str, Any], plain: Mapping[str, str], low_rank: Iterable[LowRank]
+) -> dict[str, str]:
+    kind = config.get("bias", "none")
+    if kind == "none":
         return {}
-    return {parameter: name for parameter, name in plain.items() if parameter.endswith(".bias")}
+    biases = {parameter: name for parameter, name in plain.items() if parameter.endswith(".bias")}
+    if kind == "all":
+        return biases
+    adapted = {f"{part.parameter.rpartition('.')[0]}.bias" for part in low_rank}
+    return {parameter: name for parameter, name in biases.items() if parameter in adapted}
 
 
 def _updates(
@@ -181,6 +212,7 @@ def _updates(
             raise StageError(f"{path}: {module} has one of lora_A and lora_B, and not the other")
         rank = weights.specs[a].shape[0] if weights.specs[a].shape else 0
         fields["scaling"] = _scaling(config, module, rank)
+        fields["transposed"] = "embedding" in fields or bool(config.get("fan_in_fan_out"))
     return {parameter: Update(**fields) for parameter, fields in parts.items()}
 
 
@@ -195,9 +227,13 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
 def _by_pattern(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
     """As ``peft.utils.get_pattern_key``: the first key that matches the end of the name."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.match(_end(pattern), module):
             return value
     return otherwise
+
+
+def _end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 def faults(adapter: Adapter) -> tuple[str, ...]:

@@ -4,26 +4,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stages.base import StageError
-from stages.checkpoint.heads import is_reward_model, model_class
+from stages.checkpoint.garbled import GARBLED, first_line
+from stages.checkpoint.heads import is_reward_model, labels, model_class
 from stages.checkpoint.json_files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_UNUSABLE = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    ImportError,
-    OSError,
-    RuntimeError,
-)
-"""What transformers and torch raise for settings out of which no model can be built."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -41,6 +30,9 @@ class Architecture:
 
     vocabulary_rows: int
 
+    integers: frozenset[str]
+    """Tensors that hold whole numbers; all others hold floating-point ones."""
+
     ignored: tuple[str, ...] = ()
     """Patterns of tensors that older checkpoints of the family hold and that nothing reads."""
 
@@ -56,20 +48,10 @@ class Architecture:
 
 def architecture(path: Path) -> Architecture:
     """What ``path/config.json`` describes. Raises :class:`StageError` for an unusable config."""
-    import torch
-    from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
-    read_json(path / "config.json")
     reward = is_reward_model(path)
-    try:
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            model = model_class(reward=reward).from_config(config)
-    except _UNUSABLE as error:
-        first = (str(error) or repr(error)).splitlines()[0]
-        what = "reward" if reward else "causal"
-        raise StageError(f"{path / 'config.json'}: no {what} model can be built: {first}") from None
+    model = without_memory(path, reward=reward)
     aliases = dict(model.all_tied_weights_keys)
     state = {name: t for name, t in model.state_dict().items() if name not in aliases}
     saved = revert_weight_conversion(model, dict(state))
@@ -78,11 +60,32 @@ def architecture(path: Path) -> Architecture:
         forms=tuple(map(_shapes, forms)),
         aliases=aliases,
         vocabulary_rows=model.get_input_embeddings().weight.shape[0],
+        integers=frozenset(
+            name for form in forms for name, t in form.items() if not t.is_floating_point()
+        ),
         ignored=(
             *(model._keys_to_ignore_on_load_unexpected or ()),
             *((r"^lm_head\.",) if reward else ()),  # of the language model that it was made from
         ),
     )
+
+
+def without_memory(path: Path, *, reward: bool, **settings: Any) -> Any:
+    """The model of ``path/config.json``, with ``settings`` changed in it, on the meta device.
+    Raises :class:`StageError` for an unusable config."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    read_json(path / "config.json")
+    changed = {**labels(reward=reward), **settings}
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changed)
+        with torch.device("meta"):
+            return model_class(reward=reward).from_config(config, trust_remote_code=False)
+    except (*GARBLED, StrictDataclassError) as error:
+        what, why = "reward" if reward else "causal", first_line(error)
+        raise StageError(f"{path / 'config.json'}: no {what} model can be built: {why}") from None
 
 
 def _shapes(state: "Mapping[str, Tensor]") -> dict[str, tuple[int, ...]]:

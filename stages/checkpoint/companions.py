@@ -29,12 +29,15 @@ _SAME = (
 """Settings that training never changes."""
 
 
-def model_config(trained: Path, base: Path) -> dict[str, Any]:
+def model_config(
+    trained: Path, base: Path, *, vocabulary_rows: int | None = None
+) -> dict[str, Any]:
     """The config of the trained model: what training left, or else the base's.
 
     ``use_cache`` is the base's, because trainers switch it off for gradient checkpointing and an
     export with it off generates slowly; the class name loses the ``FSDP`` that wrapping puts
-    before it. Raises :class:`StageError` when the two configs are not the same architecture.
+    before it. ``vocabulary_rows`` is how many an adapter was trained with, if other than the
+    base's. Raises :class:`StageError` when the two configs are not the same architecture.
     """
     start = read_json(base / "config.json")
     config = read_json_if_there(trained / "config.json") or dict(start)
@@ -44,6 +47,8 @@ def model_config(trained: Path, base: Path) -> dict[str, Any]:
                 f"{trained / 'config.json'}: {key} is {config[key]!r}, and {base} has "
                 f"{start[key]!r}: that is not the base of this training"
             )
+    if vocabulary_rows:
+        config["vocab_size"] = vocabulary_rows
     _restore_cache(config, start)
     names = config.get("architectures") or start.get("architectures") or []
     config["architectures"] = [name.removeprefix("FSDP") for name in names]

@@ -1,6 +1,7 @@
 """How two checkpoints differ: tensors, settings, tokenizer and template."""
 
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 
 from stages.checkpoint.facts import describe
@@ -15,14 +16,17 @@ _FACTS = ("tokenizer_sha256", "template_sha256", "stop_ids", "tied")
 def differences(one: Path, two: Path) -> Iterator[str]:
     """One line for each thing in which the two differ; none means that they are the same model.
 
-    Values are compared in float32, a block at a time, so layouts and types may differ.
+    Values are compared in float32, a block at a time, so layouts and types may differ. NaN equals
+    NaN, and is infinitely far from a number. Raises :class:`~stages.base.StageError` before the
+    first line for a folder without a checkpoint.
     """
-    yield from _settings(one, two)
     facts = describe(one), describe(two)
+    weights = open_weights(one), open_weights(two)
+    yield from _settings(one, two)
     for key in _FACTS:
         if facts[0][key] != facts[1][key]:
             yield f"{key}: {facts[0][key]} and {facts[1][key]}"
-    yield from _tensors(open_weights(one), open_weights(two))
+    yield from _tensors(*weights)
 
 
 def _settings(one: Path, two: Path) -> Iterator[str]:
@@ -53,7 +57,10 @@ def _tensors(one: Weights, two: Weights) -> Iterator[str]:
 def _apart(one: Weights, two: Weights, name: str) -> Mapping[str, float]:
     values = largest = 0.0
     for a, b in zip(one.blocks(name), two.blocks(name), strict=True):
-        difference = (a.float() - b.float()).abs()
-        values += int(difference.count_nonzero())
-        largest = max(largest, float(difference.max()))
+        a, b = a.float(), b.float()
+        apart = (a != b) & ~(a.isnan() & b.isnan())
+        if count := int(apart.count_nonzero()):
+            gaps = (a - b).abs()[apart]
+            values += count
+            largest = max(largest, float(gaps.nan_to_num(nan=inf, posinf=inf).max()))
     return {"values": values, "largest": largest}

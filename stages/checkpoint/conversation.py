@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.base import StageError
+from stages.checkpoint.garbled import GARBLED, first_line, told_of
 from stages.checkpoint.json_files import read_json, read_json_if_there
 
 VOCABULARIES = (
@@ -50,18 +51,32 @@ def tokenizer_sha256(path: Path) -> str | None:
 def template(path: Path) -> str | None:
     """The chat template: a file of its own, or inside tokenizer_config.json as of old."""
     if (path / TEMPLATE).is_file():
-        return (path / TEMPLATE).read_text(encoding="utf-8")
+        with told_of(path / TEMPLATE):
+            return (path / TEMPLATE).read_text(encoding="utf-8")
     inside = read_json_if_there(path / "tokenizer_config.json").get("chat_template")
     return inside if isinstance(inside, str) else None
 
 
 def stop_ids(path: Path) -> list[int]:
-    """The ids at which generation stops: generation_config.json's, or else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        ids = read_json_if_there(path / name).get("eos_token_id")
-        if ids is not None:
-            return sorted(ids) if isinstance(ids, list) else [ids]
+    """The ids at which generation stops: generation_config.json's, or else config.json's. Raises
+    :class:`StageError` for one that is no whole number."""
+    key = "eos_token_id"
+    for file in (path / "generation_config.json", path / "config.json"):
+        values = read_json_if_there(file)
+        if values.get(key) is not None:
+            return sorted(ids_in(file, values, key))
     return []
+
+
+def ids_in(file: Path, values: Mapping[str, Any], key: str) -> list[int]:
+    """The ids under ``key`` of a config ``file``, where one, several or none may stand. Raises
+    :class:`StageError` for one that is no whole number."""
+    ids = values.get(key)
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    for number in listed:
+        if type(number) is not int:
+            raise StageError(f"{file}: {key} is {ids!r}, and an id is a whole number")
+    return listed
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -71,9 +86,9 @@ def load_tokenizer(path: Path) -> Any:
     if not has_tokenizer(path):
         raise StageError(f"{path}: no tokenizer, none of {', '.join(VOCABULARIES)} is there")
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StageError(f"{path}: its tokenizer does not load ({error})") from None
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except GARBLED as error:
+        raise StageError(f"{path}: its tokenizer does not load ({first_line(error)})") from None
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -91,9 +106,9 @@ def end_of_turn(tokenizer: Any) -> int | None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
+    except (jinja2.TemplateError, *GARBLED) as error:
         raise StageError(
-            f"the chat template cannot render a question and an answer: {error}"
+            f"the chat template cannot render a question and an answer: {first_line(error)}"
         ) from None
     _, found, after = text.rpartition(answer)
     if not found:
@@ -103,19 +118,16 @@ def end_of_turn(tokenizer: Any) -> int | None:
     return next((i for i in ids if i in special), tokenizer.eos_token_id)
 
 
-def special_ids(path: Path, tokenizer: Any) -> Mapping[str, int]:
-    """Every id that the configs or the tokenizer give a special meaning, by its place."""
-    found = {
-        f"tokenizer {tokenizer.convert_ids_to_tokens(i)!r}": i for i in _special_ids(tokenizer)
-    }
+def special_ids(path: Path, tokenizer: Any) -> Iterator[tuple[str, int]]:
+    """Every id that the configs or the tokenizer give a special meaning, after its place. Raises
+    :class:`StageError` for one that is no whole number."""
+    for number in _special_ids(tokenizer):
+        yield f"tokenizer {tokenizer.convert_ids_to_tokens(number)!r}", number
     for name in ("config.json", "generation_config.json"):
         values = read_json_if_there(path / name)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            ids = values.get(key)
-            for number in ids if isinstance(ids, list) else [ids]:
-                if number is not None:
-                    found[f"{name} {key}"] = number
-    return found
+            for number in ids_in(path / name, values, key):
+                yield f"{name} {key}", number
 
 
 def _special_ids(tokenizer: Any) -> set[int]:

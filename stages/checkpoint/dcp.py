@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.base import StageError
+from stages.checkpoint.garbled import told_of
 from stages.checkpoint.pickles import Stored, read_pickle
 from stages.checkpoint.runs import Run, read_runs
+from stages.checkpoint.shards import member
 from stages.checkpoint.weights import Spec, Weights
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 FOLDER = "pytorch_model_fsdp_0"
+METADATA = ".metadata"
 
 _GLOBALS = {
     "torch": {"Size"},
@@ -47,8 +50,11 @@ def read_dcp(path: Path) -> Weights:
     """
     folder = path / FOLDER
     metadata = read_metadata(folder)
-    keys = _model_keys(folder, metadata)
-    specs = {name: _spec(metadata.state_dict_metadata[key]) for name, key in keys.items()}
+    with told_of(folder / METADATA):
+        keys = _model_keys(folder, metadata)
+        specs = {name: _spec(metadata.state_dict_metadata[key]) for name, key in keys.items()}
+        for place in (metadata.storage_data or {}).values():
+            member(folder, place.relative_path, place=folder / METADATA)
     reader = _reader(folder, metadata)
 
     @cache
@@ -92,15 +98,16 @@ def _transformed(place: Any) -> bool:
 
 def read_metadata(folder: Path) -> "Metadata":
     """The ``.metadata`` of a DCP directory, unpickled without running anything it names."""
-    try:
-        with (folder / ".metadata").open("rb") as stream:
-            return _Restricted(stream).load()
-    except FileNotFoundError:
-        raise StageError(
-            f"{folder}/.metadata: missing; it is written last, so this save was cut off"
-        ) from None
-    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise StageError(f"{folder}/.metadata: cannot be read ({error})") from None
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    file = folder / METADATA
+    if not file.exists():
+        raise StageError(f"{file}: missing; it is written last, so this save was cut off")
+    with told_of(file), file.open("rb") as stream:
+        found = _Restricted(stream).load()
+    if not isinstance(found, Metadata):
+        raise StageError(f"{file}: a {type(found).__name__}, and DCP's metadata was expected")
+    return found
 
 
 class _Restricted(pickle.Unpickler):

@@ -1,43 +1,48 @@
 """What a checkpoint folder is, told without loading a tensor."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.checkpoint.conversation import stop_ids, template, tokenizer_sha256
 from stages.checkpoint.headers import Entry, read_header, read_headers
-from stages.checkpoint.json_files import read_json_if_there
-from stages.checkpoint.layouts import Layout, layout
+from stages.checkpoint.json_files import expect, read_json_if_there
+from stages.checkpoint.layouts import Layout, is_adapter, layout
 from stages.checkpoint.lineage import noted_base
+from stages.checkpoint.names import Plain, meaning
+from stages.checkpoint.weights import Spec
+
+_HEADS = ("lm_head.weight", "embed_out.weight")
+"""What families call the head over the vocabulary."""
 
 
 def describe(path: Path) -> dict[str, Any]:
     """Facts for the manifest and the report, all of them JSON values.
 
-    ``parameters`` and ``dtypes`` (values of each type) are read from safetensors headers and are
-    ``None`` for pickled and sharded layouts, ``vocabulary_rows`` is the config's,
-    ``quantization`` is how the weights were held while an adapter was trained and ``precision``
-    the type that training loaded the others in, ``resumable`` whether optimizer state lies beside
-    them, and the hashes are those of the tokenizer and the chat template. An adapter's count is of
-    its own tensors.
-    Raises :class:`~stages.base.StageError` for a folder without a checkpoint.
+    ``parameters`` and ``dtypes`` (values of each type) are told by the heads of the files,
+    ``vocabulary_rows`` is the config's, ``quantization`` is how the weights were held while an
+    adapter was trained and ``precision`` the type that training loaded the others in,
+    ``resumable`` whether optimizer state lies beside them, and the hashes are those of the
+    tokenizer and the chat template. An adapter's count is of its own tensors.
+    Raises :class:`~stages.base.StageError` for a folder without a checkpoint, and for files that
+    are damaged so that they cannot tell.
     """
     import hashlib
 
     kind = layout(path)
     config = read_json_if_there(path / "config.json")
-    entries = _entries(path, kind)
+    tensors = _tensors(path, kind, config)
     chat = template(path)
     return {
         "layout": kind,
-        "architecture": (config.get("architectures") or [None])[0],
+        "architecture": _architecture(path / "config.json", config),
         "model_type": config.get("model_type"),
-        "parameters": None if entries is None else sum(e.numel for e in entries.values()),
-        "dtypes": None if entries is None else _dtypes(entries),
+        "parameters": sum(tensor.numel for tensor in tensors.values()),
+        "dtypes": _dtypes(tensors),
         "bytes": sum(f.stat().st_size for f in path.rglob("*") if f.is_file()),
         "vocabulary_rows": config.get("vocab_size"),
-        "tied": _tied(config, entries),
+        "tied": _tied(config, tensors if kind == "safetensors" else None),
         "adapter": _adapter(path),
         "quantization": quantization(config),
         "precision": config.get("dtype") or config.get("torch_dtype"),
@@ -50,7 +55,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 def quantization(config: Mapping[str, Any]) -> str | None:
     """``nf4``, ``fp4``, ``int8`` or the method's name; ``None`` for plain weights."""
-    settings = config.get("quantization_config")
+    settings = expect(Path("config.json"), config, "quantization_config", dict)
     if not settings:
         return None
     if settings.get("load_in_4bit"):
@@ -65,31 +70,49 @@ def resumable(path: Path) -> bool:
     return there and (path / "trainer_state.json").is_file()
 
 
-def _entries(path: Path, kind: Layout) -> Mapping[str, Entry] | None:
+def _tensors(path: Path, kind: Layout, config: Mapping[str, Any]) -> Mapping[str, Entry | Spec]:
+    """What is there of each tensor that counts. Safetensors tell it without torch, which takes
+    seconds to load; shards may also hold the base of an adapter, and both ends of a tied weight.
+    """
     if kind == "safetensors":
         return read_headers(path)
     adapter = path / "adapter_model.safetensors"
-    return read_header(adapter) if kind == "adapter" and adapter.is_file() else None
+    if kind == "adapter" and adapter.is_file():
+        return read_header(adapter)
+    from stages.checkpoint.readers import open_weights
+
+    specs = open_weights(path).specs
+    if is_adapter(path):
+        return {name: spec for name, spec in specs.items() if not isinstance(meaning(name), Plain)}
+    if config.get("tie_word_embeddings") is True:
+        return {name: spec for name, spec in specs.items() if not name.endswith(_HEADS)}
+    return specs
 
 
-def _dtypes(entries: Mapping[str, Entry]) -> dict[str, int]:
+def _architecture(file: Path, config: Mapping[str, Any]) -> str | None:
+    return next(iter(expect(file, config, "architectures", list) or []), None)
+
+
+def _dtypes(tensors: Mapping[str, Entry | Spec]) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for entry in entries.values():
-        counts[entry.dtype] += entry.numel
+    for tensor in tensors.values():
+        counts[tensor.dtype] += tensor.numel
     return dict(sorted(counts.items()))
 
 
-def _tied(config: Mapping[str, Any], entries: Mapping[str, Entry] | None) -> bool | None:
-    """A config may leave its default out; then a whole model without a head is a tied one."""
+def _tied(config: Mapping[str, Any], tensors: Iterable[str] | None) -> bool | None:
+    """A config may leave its default out; then a whole model without a head is a tied one. Shards
+    may hold both ends of a tied one."""
     if isinstance(said := config.get("tie_word_embeddings"), bool):
         return said
-    if entries is None or not config:
+    if tensors is None or not config:
         return None
-    return not any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in entries)
+    return not any(name.endswith(_HEADS) for name in tensors)
 
 
 def _adapter(path: Path) -> dict[str, Any] | None:
-    config = read_json_if_there(path / "adapter_config.json")
+    file = path / "adapter_config.json"
+    config = read_json_if_there(file)
     if not config:
         return None
     return {
@@ -99,5 +122,5 @@ def _adapter(path: Path) -> dict[str, Any] | None:
         "alpha": config.get("lora_alpha"),
         "dora": bool(config.get("use_dora")),
         "rank_stabilised": bool(config.get("use_rslora")),
-        "saved_whole": sorted(config.get("modules_to_save") or []),
+        "saved_whole": sorted(expect(file, config, "modules_to_save", list) or [], key=str),
     }

@@ -13,13 +13,14 @@ from stages.checkpoint.conversation import (
     stop_ids,
     template,
 )
-from stages.checkpoint.headers import INDEX, Entry, read_header, shard_files, weight_map
+from stages.checkpoint.fit import fitted
+from stages.checkpoint.headers import Entry, read_headers, shard_files
 from stages.checkpoint.json_files import read_json
 from stages.checkpoint.layouts import is_adapter, layout
 from stages.checkpoint.lineage import check_base
 from stages.checkpoint.merge import merge
 from stages.checkpoint.readers import open_weights
-from stages.checkpoint.weights import all_not_finite
+from stages.checkpoint.weights import Weights, all_not_finite
 
 Load = Callable[[Path], tuple[str, ...]]
 """Loads the model of a folder; its faults."""
@@ -50,7 +51,18 @@ def validate(
             return (f"{path}: weights lie there as {kind}, convert them to safetensors first",)
         return _whole_model(path, dtype, chat=chat, load=load or fresh.load)
     except StageError as error:
-        return (str(error),)
+        return tuple(str(error).splitlines())
+
+
+def damage(path: Path) -> tuple[str, ...]:
+    """The faults of the weight files in ``path``, of whatever layout, and of the values in them.
+
+    They are read once. No model is built, so it shows nothing of names and shapes.
+    """
+    try:
+        return tuple(_values(open_weights(path)))
+    except StageError as error:
+        return tuple(str(error).splitlines())
 
 
 def _adapter(path: Path, base: Path | None) -> tuple[str, ...]:
@@ -59,54 +71,26 @@ def _adapter(path: Path, base: Path | None) -> tuple[str, ...]:
     if base is not None and not found:
         try:
             check_base(path, base)
-            merge(open_weights(base), read, aliases=architecture(base).aliases)
+            fits = fitted(read, path, base)
+            merge(open_weights(base), fits, aliases=architecture(base).aliases)
         except StageError as error:
-            found.append(str(error))
+            found += str(error).splitlines()
     return tuple(found)
 
 
 def _whole_model(path: Path, dtype: str | None, *, chat: bool, load: Load) -> tuple[str, ...]:
-    entries, faults = _files(path)
-    if faults:
-        return tuple(faults)
+    entries = read_headers(path)
     plan = architecture(path)
     found = [
         *_foreign(path),
         *_names(entries, plan),
-        *_types(path, entries, dtype),
-        *_values(path, entries),
+        *_types(path, entries, plan, dtype),
+        *_values(open_weights(path)),
         *_tokenizer(path, plan),
     ]
     if chat and not template(path):
         found.append(f"{path}: no chat template, and a chat model needs one")
     return tuple(found) or load(path)
-
-
-def _files(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    entries: dict[str, Entry] = {}
-    faults = []
-    mapped = weight_map(path) if (path / INDEX).is_file() else None
-    for file in shard_files(path):
-        try:
-            held = read_header(file)
-        except StageError as error:
-            faults.append(str(error))
-            continue
-        if mapped is not None:
-            faults += _index_faults(path, file, held, mapped)
-        faults += [f"{file}: {n} stands in {entries[n].file} too" for n in held if n in entries]
-        entries |= held
-    return entries, faults
-
-
-def _index_faults(
-    path: Path, file: Path, held: Mapping[str, Entry], mapped: Mapping[str, str]
-) -> Iterator[str]:
-    listed = {name for name, of in mapped.items() if of == file.name}
-    for name in sorted(listed - held.keys()):
-        yield f"{path / INDEX}: says that {name} is in {file.name}, where it is not"
-    for name in sorted(held.keys() - listed):
-        yield f"{path / INDEX}: does not list {name}, which is in {file.name}"
 
 
 def _foreign(path: Path) -> Iterator[str]:
@@ -131,43 +115,48 @@ def _names(entries: Mapping[str, Entry], plan: Architecture) -> Iterator[str]:
             yield f"{name}: shape {entries[name].shape}, the config asks for {wanted[name]}"
 
 
-def _types(path: Path, entries: Mapping[str, Entry], dtype: str | None) -> Iterator[str]:
+def _types(
+    path: Path, entries: Mapping[str, Entry], plan: Architecture, dtype: str | None
+) -> Iterator[str]:
     said = read_json(path / "config.json").get("dtype", dtype)
     if dtype is not None and said != dtype:
         yield f"{path / 'config.json'}: dtype is {said!r}, {dtype!r} was asked"
     for name, entry in sorted(entries.items()):
         floating = entry.dtype.startswith(("float", "bfloat"))
-        if dtype is not None and floating and entry.dtype != dtype:
+        if floating is (name in plan.integers):
+            meant = "whole" if name in plan.integers else "floating-point"
+            yield f"{name}: is {entry.dtype}, the architecture has {meant} numbers there"
+        elif dtype is not None and floating and entry.dtype != dtype:
             yield f"{name}: is {entry.dtype}, {dtype} was asked"
 
 
-def _values(path: Path, entries: Mapping[str, Entry]) -> Iterator[str]:
-    weights = open_weights(path)
-    for name, entry in entries.items():
-        if not entry.numel:
-            yield f"{name}: empty, of shape {entry.shape}"
-    names = [name for name, entry in entries.items() if entry.numel]
+def _values(weights: Weights) -> Iterator[str]:
+    for name, spec in weights.specs.items():
+        if not spec.numel:
+            yield f"{name}: empty, of shape {spec.shape}"
+    names = [name for name, spec in weights.specs.items() if spec.numel]
     for name, count in all_not_finite(weights, names).items():
         if count:
-            yield f"{name}: {count} of its {entries[name].numel} values are not finite"
+            yield f"{name}: {count} of its {weights.specs[name].numel} values are not finite"
 
 
 def _tokenizer(path: Path, plan: Architecture) -> Iterator[str]:
     try:
         tokenizer = load_tokenizer(path)
         end = end_of_turn(tokenizer)
+        special, stops = [*special_ids(path, tokenizer)], stop_ids(path)
     except StageError as error:
         yield str(error)
         return
-    highest = max(tokenizer.get_vocab().values())
+    highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= plan.vocabulary_rows:
         yield f"the tokenizer has ids up to {highest}, the embedding {plan.vocabulary_rows} rows"
-    for place, number in special_ids(path, tokenizer).items():
+    for place, number in special:
         if not 0 <= number < plan.vocabulary_rows:
             yield f"{place} is id {number}, the embedding has {plan.vocabulary_rows} rows"
-    if end is not None and end not in stop_ids(path):
+    if end is not None and end not in stops:
         token = tokenizer.convert_ids_to_tokens(end)
         yield (
-            f"{path / 'generation_config.json'}: eos_token_id {stop_ids(path)} lacks {end} "
+            f"{path / 'generation_config.json'}: eos_token_id {stops} lacks {end} "
             f"({token!r}), which ends a turn: generation would not stop"
         )

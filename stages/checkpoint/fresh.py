@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from stages.checkpoint.garbled import GARBLED, first_line
 from stages.checkpoint.heads import is_reward_model, model_class
 from stages.checkpoint.probes import Probe
 
@@ -67,13 +68,15 @@ def _stop(server: "subprocess.Popen[str]") -> None:
 def load_faults(path: Path) -> tuple[list[str], Any]:
     """What loading with ``from_pretrained`` shows to be wrong, and the model if it loaded."""
     import torch
+    from safetensors import SafetensorError
 
     loader = model_class(reward=is_reward_model(path))
     try:
-        loaded: Any = loader.from_pretrained(path, dtype="auto", output_loading_info=True)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        first = (str(error) or repr(error)).splitlines()[0]
-        return [f"{path}: from_pretrained fails: {first}"], None
+        loaded: Any = loader.from_pretrained(
+            path, dtype="auto", output_loading_info=True, trust_remote_code=False
+        )
+    except (*GARBLED, SafetensorError) as error:
+        return [f"{path}: from_pretrained fails: {first_line(error)}"], None
     model, info = loaded
     faults = [
         f"{path}: from_pretrained reports {kind}: {sorted(map(str, info[kind]))[:3]}"

@@ -6,7 +6,6 @@ from typing import Any
 
 from stages.base import StageError
 from stages.checkpoint.gguf_tokenizer import write_tokenizer
-from stages.checkpoint.json_files import read_json
 from stages.checkpoint.readers import open_weights
 from stages.checkpoint.weights import Weights
 
@@ -14,16 +13,19 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose tensors are known to mean the same in llama.cpp; the first two are its
 ``llama``, which turns the query and key rows."""
 
+_LIMITS: Mapping[str, float] = {"F16": 65520.0, "Q8_0": 127 * 65520.0}
+"""The least value that is rounded to infinity; a block of Q8_0 is 127 steps of a float16."""
+
 
 def write(model: Path, file: Path, *, quantised: bool) -> None:
     """Write ``model``, a plain checkpoint, in float16, or with ``quantised`` in Q8_0.
 
     One-dimensional tensors stay float32, and rows that Q8_0's blocks of 32 do not fit float16.
-    Raises ``StageError`` without the package, for another family and for a tokenizer that
-    llama.cpp would not split alike.
+    Raises ``StageError`` without the package, for another family, for a setting, a value or a
+    tokenizer that llama.cpp would not take alike.
     """
     library = _library()
-    config = read_json(model / "config.json")
+    config = _config(model)
     if config.get("model_type") not in FAMILIES:
         raise StageError(
             f"{model}: GGUF is written for {', '.join(FAMILIES)}, not {config.get('model_type')!r}"
@@ -47,6 +49,7 @@ def write(model: Path, file: Path, *, quantised: bool) -> None:
     writer.write_ti_data_to_file()
     for own in names:
         values = _values(weights, own, config, turned=turned)
+        _require_range(own, values, kinds[own].name)
         writer.write_tensor_data(library.quants.quantize(values, kinds[own]))
     writer.close()
 
@@ -61,13 +64,24 @@ def _library() -> Any:
     return gguf
 
 
+def _config(model: Path) -> Mapping[str, Any]:
+    """The settings as transformers reads them, in every spelling that it takes, defaults too."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict()
+
+
 def _settings(writer: Any, config: Mapping[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise StageError(f"GGUF: rope_type {rope['rope_type']!r} is not written here")
-    writer.add_context_length(config["max_position_embeddings"])
+    rope = config["rope_parameters"]
+    if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1) != 1:
+        raise StageError(f"GGUF: scaled or partial positions are not written here, this is {rope}")
+    if config["hidden_act"] != "silu":
+        raise StageError(f"GGUF: these families have silu, not {config['hidden_act']!r}")
+    longest = config["max_position_embeddings"]
+    # llama.cpp attends to all of the context in these families, so it ends with the window
+    writer.add_context_length(min(longest, config.get("sliding_window") or longest))
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -76,7 +90,7 @@ def _settings(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 
@@ -100,6 +114,13 @@ def _values(weights: Weights, name: str, config: Mapping[str, Any], *, turned: b
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         values = halves.transpose(1, 2).reshape(values.shape)
     return values.contiguous().numpy()
+
+
+def _require_range(name: str, values: Any, kind: str) -> None:
+    """A value past the range of its type, or of the scale of its block, would become infinite."""
+    limit = _LIMITS.get(kind)
+    if limit and (largest := float(abs(values).max())) >= limit:
+        raise StageError(f"GGUF: {name} holds {largest:.6g}, and {kind} ends below {limit:.6g}")
 
 
 def _turned_heads(name: str, config: Mapping[str, Any]) -> int:

@@ -5,9 +5,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stages.base import StageError
-from stages.checkpoint.json_files import read_json
+from stages.checkpoint import shards
+from stages.checkpoint.garbled import GARBLED, first_line
 
 TORCH_NAMES: Mapping[str, str] = {
     "F64": "float64",
@@ -16,6 +18,7 @@ TORCH_NAMES: Mapping[str, str] = {
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
     "I64": "int64",
     "I32": "int32",
     "I16": "int16",
@@ -56,52 +59,64 @@ def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one file. Raises :class:`StageError` when the file is cut off or garbled."""
     try:
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
             size = file.stat().st_size
-            if not 2 <= length <= size - 8:
-                raise StageError(f"{file}: not a safetensors file, or cut off in its header")
-            header = json.loads(stream.read(length))
-        entries = {
-            name: _entry(file, 8 + length, fact)
-            for name, fact in header.items()
-            if name != "__metadata__"
-        }
+            length = int.from_bytes(stream.read(8), "little")
+            header = stream.read(length) if 2 <= length <= size - 8 else b""
     except FileNotFoundError:
         raise StageError(f"{file}: missing") from None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise StageError(f"{file}: its safetensors header is garbled ({error!r})") from None
-    promised = max((entry.end for entry in entries.values()), default=8 + length)
-    if size != promised:
-        raise StageError(f"{file}: truncated or overlong, {size} bytes where {promised} are meant")
+    except OSError as error:
+        raise StageError(f"{file}: cannot be read ({error.strerror})") from None
+    if not header:
+        raise StageError(f"{file}: not a safetensors file, or cut off in its header")
+    try:
+        entries = {
+            name: _entry(file, 8 + length, fact)
+            for name, fact in json.loads(header).items()
+            if name != "__metadata__"
+        }
+    except GARBLED as error:
+        raise StageError(
+            f"{file}: its safetensors header is garbled ({first_line(error)})"
+        ) from None
+    _check_laid(file, entries, start=8 + length, size=size)
     return entries
 
 
 def read_headers(path: Path) -> dict[str, Entry]:
-    """Every tensor of the whole model in ``path``, single file or indexed shards."""
-    return {name: entry for file in shard_files(path) for name, entry in read_header(file).items()}
+    """Every tensor of the whole model in ``path``, single file or indexed shards. Raises
+    :class:`StageError` with a line for each fault of the files and of the index."""
+    return shards.read_shards((path / SINGLE,), path / INDEX, read_header)
 
 
 def shard_files(path: Path) -> tuple[Path, ...]:
     """The safetensors files of the model in ``path``, in order."""
-    if not (path / INDEX).is_file():
-        return (path / SINGLE,)
-    return tuple(path / name for name in sorted(set(weight_map(path).values())))
+    return shards.shard_files((path / SINGLE,), path / INDEX)
 
 
-def weight_map(path: Path) -> dict[str, str]:
-    """Tensor name -> file name, as the index says. Raises :class:`StageError`."""
-    entries = read_json(path / INDEX).get("weight_map")
-    if not isinstance(entries, dict) or not entries:
-        raise StageError(f"{path / INDEX}: has no weight_map")
-    return entries
+def _check_laid(file: Path, entries: Mapping[str, Entry], *, start: int, size: int) -> None:
+    """Tensors lie end to end, or two names have the same bytes, or bytes have no name."""
+    for name, entry in sorted(entries.items(), key=lambda one: (one[1].start, one[1].end)):
+        if entry.start != start:
+            raise StageError(
+                f"{file}: its safetensors header is garbled ({name} starts at byte {entry.start}, "
+                f"and byte {start} is next)"
+            )
+        start = entry.end
+    if size != start:
+        raise StageError(f"{file}: truncated or overlong, {size} bytes where {start} are meant")
 
 
-def _entry(file: Path, origin: int, fact: Mapping[str, object]) -> Entry:
-    start, end = fact["data_offsets"]  # type: ignore[misc]
+def _entry(file: Path, origin: int, fact: Mapping[str, Any]) -> Entry:
+    shape, (start, end), dtype = fact["shape"], fact["data_offsets"], fact["dtype"]
+    for number in (*shape, start, end):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r} is no length and no offset")
+    if dtype not in TORCH_NAMES:
+        raise ValueError(f"its data type {dtype!r} is not known")
     return Entry(
         file=file,
-        shape=tuple(fact["shape"]),  # type: ignore[arg-type]
-        dtype=TORCH_NAMES[str(fact["dtype"])],
+        shape=tuple(shape),
+        dtype=TORCH_NAMES[dtype],
         start=origin + start,
         end=origin + end,
     )

@@ -35,7 +35,7 @@ def layout(path: Path) -> Layout:
     """The one layout that ``path`` holds. Raises :class:`StageError` for none, or for several.
 
     In a trainer's own checkpoint, whose shards are there to be resumed from, it is the whole model
-    beside them.
+    or the adapter beside them; of what FSDP gathers into one file, too.
     """
     if not path.is_dir():
         raise StageError(f"{path}: no such checkpoint folder")
@@ -43,6 +43,7 @@ def layout(path: Path) -> Layout:
     if len(found) > 1 and (path / "trainer_state.json").is_file():
         whole: tuple[Layout, ...] = tuple(name for name in found if name not in SHARDED)
         found = whole or found
+        found = tuple(name for name in found if name != "bin") or found
     if len(found) == 1:
         return found[0]
     if found:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stages.base import StageError
 from stages.checkpoint.adapter import Adapter, Update
-from stages.checkpoint.weights import BLOCK, Spec, Weights, equal
+from stages.checkpoint.lineage import sampled
+from stages.checkpoint.weights import BLOCK, Spec, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +20,9 @@ Starts = Mapping[str, tuple[Weights, str]]
 
 Arithmetic = Literal["float32", "peft"]
 """``float32`` rounds once, from the float32 sum to the type that is written. ``peft`` rounds where
-PEFT's ``merge_and_unload`` on a CPU does, bit for bit: a half-precision product before it is
-added, and the sum to the base's own type."""
+PEFT's ``merge_and_unload`` on a CPU does, bit for bit, after a plain ``PeftModel.from_pretrained``:
+that holds the base in its own type, also where the adapter's file brings a tensor of it, and half
+adapters in float32; the sum is rounded to the base's type."""
 
 
 def merge(
@@ -39,6 +41,8 @@ def merge(
     starts = _starts(base, adapter, aliases)
     _check_fit(base, adapter, starts, aliases)
     _check_same_base(base, adapter)
+    if arithmetic == "peft":
+        starts = _loaded(base, starts)
 
     def spec(name: str) -> Spec:
         weights, stored = starts[name]
@@ -62,7 +66,7 @@ def merge(
         update = adapter.updates.get(name)
         if update is None:
             return weights.rows(stored, first, last)
-        if arithmetic == "peft" or _needs_whole(update, adapter):
+        if arithmetic == "peft" or _needs_whole(update):
             return whole(name)[first:last]
         return updated(weights.rows(stored, first, last), update, adapter, first=first)
 
@@ -90,17 +94,19 @@ def difference(
     import torch
 
     starts = _starts(base, adapter, aliases)
+    loaded = _loaded(base, starts)
     differing = compared = 0
     largest = 0.0
     for name, update in adapter.updates.items():
         weights, stored = starts[name]
         spec = weights.specs[stored]
         last = min(spec.num_rows, max(1, BLOCK // 4 // max(1, spec.row_numel)))
-        if _needs_whole(update, adapter):
+        if _needs_whole(update):
             last = spec.num_rows
-        start = weights.rows(stored, 0, last)
-        exact = updated(start, update, adapter).to(getattr(torch, dtype)).float()
-        peft = _peft_updated(start, update, adapter).to(getattr(torch, dtype)).float()
+        exact = updated(weights.rows(stored, 0, last), update, adapter)
+        weights, stored = loaded[name]
+        peft = _peft_updated(weights.rows(stored, 0, last), update, adapter)
+        exact, peft = (each.to(getattr(torch, dtype)).float() for each in (exact, peft))
         apart = (exact - peft).abs()
         differing += int(apart.count_nonzero())
         compared += apart.numel()
@@ -122,7 +128,7 @@ def updated(weight: Tensor, update: Update, adapter: Adapter, *, first: int = 0)
     if update.bias:
         return weight.float() + _read(adapter, update.bias)[first:last].float() * update.scaling
     a, b = _read(adapter, update.a).float(), _read(adapter, update.b).float()
-    transposed = _transposed(update, adapter)
+    transposed = update.transposed
     if transposed:
         merged = (b @ a[:, first:last]).T.mul_(update.scaling).add_(weight.float())
     else:  # the same bits in one pass over the weights
@@ -140,24 +146,19 @@ def _peft_updated(weight: Tensor, update: Update, adapter: Adapter) -> Tensor:
     """As peft 0.21 does it on a CPU, in the types in which it does it."""
     import torch
 
-    result = weight.clone()
+    result, rows = weight.clone(), len(weight)
     if update.bias:
-        result += _read(adapter, update.bias)[: len(result)] * update.scaling
+        result += _upcast(adapter, update.bias)[:rows] * update.scaling
         return result
-    a, b = _read(adapter, update.a), _read(adapter, update.b)
-    if not (transposed := _transposed(update, adapter)):
-        b = b[: len(result)]
-    kind = (a if update.embedding else b).dtype
-    half = kind in (torch.float16, torch.bfloat16)
-    product = b.float() @ a.float() if half else b @ a
-    delta = (product.T if transposed else product) * update.scaling
-    delta = delta.to(kind) if half else delta
+    a, b = _upcast(adapter, update.a), _upcast(adapter, update.b)
+    transposed = update.transposed
+    delta = ((b @ a[:, :rows]).T if transposed else b[:rows] @ a) * update.scaling
     if not update.magnitude:
         result += delta.to(result.dtype) if update.embedding else delta
         return result
     turned = weight.T + delta.T if transposed else weight + delta
     norm = torch.linalg.norm(turned, dim=1).to(turned.dtype)
-    factor = _read(adapter, update.magnitude).reshape(-1)[: len(norm)] / norm
+    factor = _upcast(adapter, update.magnitude).reshape(-1)[: len(norm)] / norm
     factor = factor.view(1, -1) if transposed else factor.view(-1, 1)
     return (factor * (weight + delta)).to(weight.dtype)
 
@@ -170,13 +171,14 @@ def _read(adapter: Adapter, name: str | None) -> Tensor:
     return adapter.weights.read(name)
 
 
-def _needs_whole(update: Update, adapter: Adapter) -> bool:
+def _upcast(adapter: Adapter, name: str | None) -> Tensor:
+    tensor = _read(adapter, name)
+    return tensor.float() if tensor.itemsize < 4 else tensor
+
+
+def _needs_whole(update: Update) -> bool:
     """Whether a row's value depends on other rows: DoRA's norms run along columns then."""
-    return bool(update.magnitude) and _transposed(update, adapter)
-
-
-def _transposed(update: Update, adapter: Adapter) -> bool:
-    return update.embedding or bool(adapter.config.get("fan_in_fan_out"))
+    return bool(update.magnitude) and update.transposed
 
 
 def _starts(base: Weights, adapter: Adapter, aliases: Mapping[str, str]) -> dict[str, tuple]:
@@ -191,11 +193,28 @@ def _starts(base: Weights, adapter: Adapter, aliases: Mapping[str, str]) -> dict
     return starts
 
 
+def _loaded(base: Weights, starts: Starts) -> dict[str, tuple]:
+    """``starts`` as loading them into the base makes them: each in the base's own type."""
+    import torch
+
+    def cast(weights: Weights, dtype: str) -> Weights:
+        specs = {name: Spec(spec.shape, dtype) for name, spec in weights.specs.items()}
+        kind = getattr(torch, dtype)
+        return Weights(specs, lambda name, first, last: weights.rows(name, first, last).to(kind))
+
+    return {
+        name: (cast(weights, base.specs[name].dtype), stored)
+        if weights is not base and name in base.specs
+        else (weights, stored)
+        for name, (weights, stored) in starts.items()
+    }
+
+
 def _resized(base: Weights, adapter: Adapter) -> dict[str, str]:
-    """Frozen matrices with other rows than the base's: a vocabulary resized before training."""
+    """Matrices with other rows than the base's: a vocabulary resized before training."""
     return {
         parameter: name
-        for parameter, name in adapter.frozen.items()
+        for parameter, name in {**adapter.frozen, **adapter.replaced}.items()
         if parameter in base.specs
         and len(base.specs[parameter].shape) == 2
         and adapter.weights.specs[name].shape[1:] == base.specs[parameter].shape[1:]
@@ -226,18 +245,37 @@ def _shape(update: Update, adapter: Adapter) -> tuple[int, ...]:
         return specs[update.bias].shape
     assert update.a and update.b
     outputs, inputs = specs[update.b].shape[0], specs[update.a].shape[1]
-    return (inputs, outputs) if _transposed(update, adapter) else (outputs, inputs)
+    return (inputs, outputs) if update.transposed else (outputs, inputs)
+
+
+def comparable(base: Weights, adapter: Adapter) -> list[str]:
+    """Parameters of which the adapter's checkpoint holds what training started from, and left
+    alone, as shards do. One held in 4 bits or with other rows has nothing to be compared with."""
+    return [
+        parameter
+        for parameter, name in adapter.frozen.items()
+        if parameter in base.specs
+        and parameter not in adapter.replaced
+        and adapter.weights.specs[name].shape == base.specs[parameter].shape
+        and adapter.weights.specs[name].dtype.startswith(("f", "b"))
+    ]
 
 
 def _check_same_base(base: Weights, adapter: Adapter) -> None:
-    """Shards hold the frozen weights too: one adapted matrix tells whether they are the base's."""
-    for parameter in adapter.updates.keys() & adapter.frozen.keys() & base.specs.keys():
-        spec = adapter.weights.specs[adapter.frozen[parameter]]
-        if spec.shape != base.specs[parameter].shape or not spec.dtype.startswith(("f", "b")):
-            continue  # held quantised, or resized
-        if not equal(adapter.weights, adapter.frozen[parameter], base, parameter):
+    """Some values of every tensor that can be compared tell whether the base is the training's."""
+    for parameter in comparable(base, adapter):
+        held = sampled(adapter.weights, adapter.frozen[parameter])
+        if not _may_be(held, sampled(base, parameter)):
             raise StageError(
                 f"{parameter} is not what the adapter was trained on: merge it into the base that "
                 "the training stage was given"
             )
-        return
+
+
+def _may_be(held: Tensor, start: Tensor) -> bool:
+    """Whether ``held`` is ``start`` as training loads it, perhaps in half precision, and keeps it
+    in a type of its own."""
+    import torch
+
+    types = (held.dtype, torch.bfloat16, torch.float16)
+    return any(torch.equal(held, start.to(loaded).to(held.dtype)) for loaded in types)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.base import StageError
+from stages.checkpoint.garbled import told_of
 from stages.checkpoint.runs import Laid, Run, itemsize, of_runs
 from stages.checkpoint.weights import Spec, Weights
 
@@ -27,6 +28,9 @@ _STORAGES: Mapping[str, str] = {
     "UntypedStorage": "uint8",
 }
 """Torch's storage classes by the type of their values."""
+
+_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The magic number, a pickle of its own, with which older files of torch begin."""
 
 _PLAIN = {
     "builtins": {"int", "float", "bool", "str", "list", "dict", "tuple", "set", "frozenset"},
@@ -91,18 +95,26 @@ def read_pickle(file: Path, offset: int = 0, length: int | None = None) -> Any:
     :class:`Inert`. Raises :class:`StageError` for a file that is cut off, or that names code
     which no checkpoint needs.
     """
+    if not file.exists():
+        raise StageError(f"{file}: missing")
     try:
-        with file.open("rb") as stream:
+        with told_of(file), file.open("rb") as stream:
             end = file.stat().st_size if length is None else offset + length
             section = _Section(stream, offset, end)
+            _refuse_old(file, section)
             with zipfile.ZipFile(section) as archive:
                 return _Unpickler(file, offset, archive).load()
-    except FileNotFoundError:
-        raise StageError(f"{file}: missing") from None
     except _Refused as error:
         raise StageError(f"{file}: refused, it holds more than tensors ({error})") from None
-    except (zipfile.BadZipFile, OSError, EOFError, pickle.UnpicklingError, KeyError) as error:
-        raise StageError(f"{file}: cannot be read, perhaps cut off ({error})") from None
+
+
+def _refuse_old(file: Path, section: "_Section") -> None:
+    if section.read(len(_OLD)) == _OLD:
+        raise StageError(
+            f"{file}: in the form that torch wrote before version 1.6, which is no zip; load it "
+            "with torch.load(FILE, weights_only=True) and save it again"
+        )
+    section.seek(0)
 
 
 def of_stored(tensors: Mapping[str, Stored]) -> Weights:
@@ -213,6 +225,8 @@ def _tensor(
     storage: Stored, first: int, shape: Any, stride: Any, *_: Any, dtype: str | None = None
 ) -> Stored:
     kind = dtype or storage.dtype
+    if min(first, *shape, *stride, 0) < 0:
+        raise pickle.UnpicklingError("a tensor reaches before its storage")
     span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
     if (first + span) * itemsize(kind) > storage.run.numel * itemsize(storage.dtype):
         raise pickle.UnpicklingError("a tensor reaches beyond its storage")

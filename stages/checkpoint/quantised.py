@@ -60,7 +60,9 @@ def quantised_parameters(folder: Path, quantization: Mapping[str, Any]) -> set[s
 
     settings = BitsAndBytesConfig.from_dict(dict(quantization))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder, trust_remote_code=False), trust_remote_code=False
+        )
     kept = settings.llm_int8_skip_modules or get_keys_to_not_convert(model)
     replace_with_bnb_linear(model, modules_to_not_convert=kept, quantization_config=settings)
     return {

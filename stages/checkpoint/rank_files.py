@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stages.base import StageError
+from stages.checkpoint.garbled import told_of
 from stages.checkpoint.pickles import Shard, Stored, read_pickle
 from stages.checkpoint.runs import Laid, of_runs
 from stages.checkpoint.weights import Spec, Weights
@@ -27,7 +28,8 @@ def read_rank_files(path: Path) -> Weights:
     names = [name for name, part in ranks[0].items() if isinstance(part, (Shard, Stored))]
     if not names:
         raise StageError(f"{found[0]}: holds no tensors")
-    return of_runs({name: _laid(path, name, ranks) for name in names})
+    with told_of(path):
+        return of_runs({name: _laid(path, name, ranks) for name in names})
 
 
 def _state_dict(file: Path) -> Mapping[str, Shard | Stored]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from stages.base import StageError
 from stages.checkpoint.dcp import read_dcp
 from stages.checkpoint.headers import Entry, read_header, read_headers
-from stages.checkpoint.json_files import read_json
 from stages.checkpoint.layouts import Layout, layout
 from stages.checkpoint.names import plain_name
 from stages.checkpoint.pickles import Stored, of_stored, read_pickle
 from stages.checkpoint.rank_files import read_rank_files
 from stages.checkpoint.runs import Run, of_runs, size
+from stages.checkpoint.shards import read_shards
 from stages.checkpoint.weights import Spec, Weights
 from stages.checkpoint.zero import read_zero
 
@@ -34,16 +34,9 @@ def read_safetensors(path: Path) -> Weights:
 
 def read_bin(path: Path) -> Weights:
     """A whole model as ``torch.save`` wrote it, in one file or in indexed shards."""
+    singles = [path / name for name in ("pytorch_model.bin", "pytorch_model_fsdp.bin")]
     index = path / "pytorch_model.bin.index.json"
-    if index.is_file():
-        files = sorted(set(read_json(index).get("weight_map", {}).values()))
-    else:
-        known = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
-        files = [name for name in known if (path / name).is_file()]
-    tensors: dict[str, Stored] = {}
-    for name in files:
-        tensors |= _state_dict(path / name)
-    return of_stored(tensors)
+    return of_stored(read_shards(singles, index, _state_dict))
 
 
 def read_adapter(path: Path) -> Weights:
@@ -79,6 +72,8 @@ def _of_entries(entries: Mapping[str, Entry]) -> Weights:
 
 def _state_dict(file: Path) -> dict[str, Stored]:
     value = read_pickle(file)
-    if not isinstance(value, dict) or not all(isinstance(t, Stored) for t in value.values()):
+    if not isinstance(value, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Stored) for name, tensor in value.items()
+    ):
         raise StageError(f"{file}: not a state dict, a mapping of names to tensors was expected")
     return value

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from stages.base import StageError
-from stages.checkpoint import export
+from stages.checkpoint import export, lineage
 from stages.checkpoint.adapter import Adapter, peft_weights
 from stages.checkpoint.heads import is_reward_model, labels, model_class
-from stages.checkpoint.json_files import read_json, read_json_if_there
+from stages.checkpoint.json_files import read_json_if_there
 from stages.checkpoint.layouts import layout
 from stages.checkpoint.merge import before
 from stages.checkpoint.readers import open_weights
@@ -67,9 +67,10 @@ def base_model(training: Training) -> Model:
     """What training started from, in 4 bits if it was trained so."""
     if training.quantization:
         return _quantised(training)
-    if training.adapter and _resized(training):
+    if training.adapter and (rows := training.adapter.vocabulary_rows):
         weights = before(open_weights(training.origin), training.adapter)
-        return filled(training.origin, weights, vocab_size=_vocabulary(training.source))
+        reward = training.is_reward_model
+        return filled(training.origin, weights, reward=reward, vocab_size=rows)
     return _plain(training.origin, reward=training.is_reward_model)
 
 
@@ -84,11 +85,15 @@ def filled(folder: Path, weights: Weights, *, reward: bool = False, **settings: 
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
-    config = AutoConfig.from_pretrained(folder, **labels(reward=reward), **settings)
+    config = AutoConfig.from_pretrained(
+        folder, trust_remote_code=False, **labels(reward=reward), **settings
+    )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with no_init_weights():
-        model = model_class(reward=reward).from_config(config, dtype=torch.float32)
+        model = model_class(reward=reward).from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     model.tie_weights()
     state = dict(model.state_dict(keep_vars=True))
     held = {parameter.data_ptr() for name, parameter in state.items() if name in weights.specs}
@@ -101,10 +106,12 @@ def filled(folder: Path, weights: Weights, *, reward: bool = False, **settings: 
 
 
 def write_adapter(adapter: Adapter, source: Path, folder: Path) -> None:
-    """The adapter alone, as PEFT loads it."""
+    """The adapter alone, as PEFT loads it, and the fingerprint of its base if it is known."""
     weights = peft_weights(adapter)
     export.write_file(folder / "adapter_model.safetensors", weights, weights.specs)
-    shutil.copyfile(source / "adapter_config.json", folder / "adapter_config.json")
+    for name in ("adapter_config.json", lineage.NAME):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _copy(target: Any, weights: Weights, name: str) -> None:
@@ -123,7 +130,9 @@ def _plain(path: Path, *, reward: bool) -> Model:
     import torch
 
     loader = model_class(reward=reward)
-    return loader.from_pretrained(path, dtype=torch.float32, **labels(reward=reward))
+    return loader.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False, **labels(reward=reward)
+    )
 
 
 def _quantised(training: Training) -> Model:
@@ -136,6 +145,7 @@ def _quantised(training: Training) -> Model:
     settings.bnb_4bit_compute_dtype = torch.float32
     model = model_class(reward=training.is_reward_model).from_pretrained(
         training.origin,
+        trust_remote_code=False,
         **labels(reward=training.is_reward_model),
         dtype=getattr(torch, training.load_dtype),
         quantization_config=settings,
@@ -154,12 +164,3 @@ def _with_adapter(model: Model, folder: Path) -> Model:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder))
-
-
-def _vocabulary(path: Path) -> int:
-    return read_json(path / "config.json")["vocab_size"]
-
-
-def _resized(training: Training) -> bool:
-    config = read_json_if_there(training.source / "config.json")
-    return config.get("vocab_size", _vocabulary(training.origin)) != _vocabulary(training.origin)

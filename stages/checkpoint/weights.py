@@ -155,6 +155,8 @@ def _num_not_finite(block: Tensor) -> int:
 
     if not block.is_floating_point():
         return 0
+    if block.itemsize == 1:  # torch can neither add nor test 8-bit floats
+        block = block.to(torch.float32)
     wide = torch.float32 if block.dtype == torch.float16 else None
     if torch.isfinite(block.sum(dtype=wide)):
         return 0

@@ -2,14 +2,17 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.base import StageError
+from stages.checkpoint.garbled import told_of
 from stages.checkpoint.pickles import Stored, of_stored, read_pickle
 from stages.checkpoint.runs import Laid, Run, itemsize, of_runs, window
+from stages.checkpoint.shards import member
 from stages.checkpoint.weights import Spec, Weights
 
 Pieces = Mapping[str, Laid]
@@ -27,13 +30,11 @@ def read_zero(path: Path) -> Weights:
     that the files name is run (DeepSpeed's own objects become inert stand-ins), and values are
     read where they lie, so that a read takes the memory of its rows. An alias of a tied weight is
     left out, and so are frozen parameters if the save excluded them. Raises :class:`StageError`
-    when shards are missing.
+    when shards are missing, or are of several saves.
     """
     folder = _tagged(path)
-    try:
+    with _told_of(folder):
         return of_runs(_pieces(folder))
-    except KeyError as missing:
-        raise StageError(f"{folder}: its files have no {missing}, so are not ZeRO's") from None
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ class Trained:
 def read_trained(path: Path) -> Trained:
     """The optimizer in the DeepSpeed checkpoint that ``path/latest`` names, read where it lies.
 
-    Raises :class:`StageError` when shards are missing, and for an optimizer that keeps anything
-    but Adam's moments.
+    Raises :class:`StageError` when shards are missing or are of several saves, and for an optimizer
+    that keeps anything but Adam's moments.
     """
     folder = _tagged(path)
-    try:
+    with _told_of(folder):
         shards = _shards(folder)
         first = shards.inner[0]["state"][0]
         moments = sorted(first.keys() - {"step"})
@@ -84,16 +85,11 @@ def read_trained(path: Path) -> Trained:
             kept = ", ".join(sorted(first)) or "nothing"
             raise StageError(f"{folder}: its optimizer keeps {kept}, and only Adam's can be recut")
         states = {key: of_runs(_trained(shards, key)) for key in ("fp32", *moments)}
-    except KeyError as missing:
-        raise StageError(f"{folder}: its files have no {missing}, so are not ZeRO's") from None
-    step = first["step"]
-    if isinstance(step, Stored):
-        step = of_stored({"step": step}).read("step")
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in shards.inner[0]["param_groups"]
-    ]
-    return Trained(folder, states, step, groups)
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in shards.inner[0]["param_groups"]
+        ]
+        return Trained(folder, states, _value(first["step"]), groups)
 
 
 def model_file(folder: Path) -> Path:
@@ -108,7 +104,49 @@ def _shards(folder: Path) -> Shards:
     if world != len(optimizers):
         raise StageError(f"{folder}: {len(optimizers)} optimizer shards of {world} ranks are there")
     models = [read_pickle(file) for file in _model_files(folder, stage, world)]
-    return Shards(folder, stage, models, optimizers)
+    shards = Shards(folder, stage, models, optimizers)
+    _check_one_save(shards)
+    return shards
+
+
+def _check_one_save(shards: Shards) -> None:
+    """All ranks have done the same steps when they save. Values say nothing of the sort: shards of
+    two saves fit together as well as those of one."""
+    key = "optimizer_state_dict" if shards.stage == 3 else "base_optimizer_state"
+    counts = (
+        [model.get("global_steps") for model in shards.models],
+        [_steps(rank.get(key)) for rank in shards.optimizers],
+    )
+    for ranks in counts:
+        known = [(rank, count) for rank, count in enumerate(ranks) if count is not None]
+        for rank, count in known:
+            if count != known[0][1]:
+                raise StageError(
+                    f"{shards.folder}: its shards are of several saves: rank {known[0][0]}'s is of "
+                    f"step {known[0][1]}, rank {rank}'s of {count}; take those of one"
+                )
+
+
+def _steps(inner: Any) -> int | None:
+    """How many steps an optimizer has done, if it counts them."""
+    states = inner.get("state") if isinstance(inner, dict) else None
+    counts = [int(_value(s["step"])) for s in (states or {}).values() if "step" in s]
+    return max(counts, default=None)
+
+
+def _value(number: Any) -> Any:
+    """A number that may have been saved as a tensor, which is then read."""
+    return of_stored({"": number}).read("") if isinstance(number, Stored) else number
+
+
+@contextmanager
+def _told_of(folder: Path) -> Iterator[None]:
+    """What the files of ``folder`` lack, or have oddly, as a :class:`StageError`."""
+    with told_of(folder):
+        try:
+            yield
+        except KeyError as missing:
+            raise StageError(f"{folder}: its files have no {missing}, so are not ZeRO's") from None
 
 
 def _pieces(folder: Path) -> Pieces:
@@ -204,7 +242,8 @@ def _tagged(path: Path) -> Path:
     latest = path / "latest"
     if not latest.is_file():
         raise StageError(f"{latest}: missing; it names the step whose shards are meant")
-    folder = path / latest.read_text().strip()
+    with told_of(latest):
+        folder = member(path, latest.read_text().strip(), place=latest)
     if not folder.is_dir():
         raise StageError(f"{latest}: names {folder.name!r}, and there is no such folder")
     return folder

@@ -9,8 +9,10 @@ from pathlib import Path
 from stages import tree
 from stages.base import StageError
 from stages.checkpoint import heads, lineage
+from stages.checkpoint.faults import damage
 from stages.checkpoint.json_files import read_json
 from stages.checkpoint.layouts import Layout, layout
+from stages.checkpoint.shards import weight_map
 
 SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -111,16 +113,21 @@ def _instead(names: Sequence[str]) -> str:
 def require_shards(folder: Path, names: Sequence[str], *, place: str) -> None:
     """Raise :class:`StageError` for a weight file that an index names and ``names`` lacks."""
     for index in _matching(names, ["*.index.json"]):
-        weights = read_json(folder / index).get("weight_map")
-        if not isinstance(weights, dict):
-            raise StageError(f"{folder / index}: no weight_map in it; write the folder again")
-        shards = set(weights.values())
+        shards = set(weight_map(folder / index).values())
         lacking = sorted(shards.difference(names))
         if lacking:
             raise StageError(
                 f"{place}: {len(lacking)} of the {len(shards)} weight files in {index} are "
                 f"missing, the first is {lacking[0]}; complete the folder"
             )
+
+
+def require_sound(folder: Path, *, place: str) -> None:
+    """Raise :class:`StageError`, with a line for each fault, for weights in ``folder`` that are
+    damaged, empty or not finite. They came from ``place``."""
+    faults = [line.replace(f"{folder}/", "") for line in damage(folder)]
+    if faults:
+        raise StageError("\n".join(f"{place}: {line}" for line in faults))
 
 
 def require_known_architecture(folder: Path, *, place: str) -> None:

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from configs import Config
 from stages.base import StageError
+from stages.checkpoint.garbled import GARBLED, first_line
+from stages.sources import folders
 
 PADS = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|endoftext|>", "<|finetune_right_pad_id|>")
 """Tokens that published models pad with."""
@@ -59,6 +61,7 @@ def bring(source: GGUFModel, into: Path) -> dict[str, Any]:
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
+    folders.require_sound(into, place=str(path))
     return {"parameters": model.num_parameters(), "sha256": sha256}
 
 
@@ -104,13 +107,18 @@ def _load(path: Path, dtype: str) -> tuple[Any, Any]:
         if file.read(4) != b"GGUF":
             raise StageError(f"{path}: not a GGUF file; give one, or use another kind of source")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=getattr(torch, dtype)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
         )
-    except ValueError as fault:
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=False,
+        )
+    except GARBLED as fault:
         raise StageError(
-            f"{path}: transformers cannot read it ({str(fault).splitlines()[0]}); "
+            f"{path}: transformers cannot read it ({first_line(fault)}); "
             "use a file of a supported architecture, or the model's safetensors"
         ) from None
     _forget_quantisation(model)

@@ -52,6 +52,7 @@ def bring_model(source: HubModel, into: Path) -> dict[str, Any]:
         folders.link(snapshot.folder / name, into / name)
     folders.require_shards(into, snapshot.names, place=place)
     folders.require_known_architecture(into, place=place)
+    folders.require_sound(into, place=place)
     return {"commit": snapshot.commit}
 
 

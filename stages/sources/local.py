@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs import Config
-from stages import tree
+from stages import resume, tree
 from stages.base import StageError
-from stages.checkpoint.layouts import layout
+from stages.checkpoint.layouts import SHARDED, layout
 from stages.sources import folders
 
 
@@ -64,7 +64,8 @@ class LocalData(Config):
 
 
 def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
-    """Copy what belongs to the model. Raises :class:`StageError` for a folder that is none.
+    """Copy what belongs to the model. Raises :class:`StageError` for a folder that is none, and for
+    damaged weights.
 
     Weights are copied, not linked: a later training run that saves over the folder must not
     change what was fetched.
@@ -72,14 +73,20 @@ def bring_model(source: LocalModel, into: Path) -> dict[str, Any]:
     names = source.read_files()
     folders.require_known_architecture(source.path, place=str(source.path))
     _copy(source.path, names, into)
+    folders.require_sound(into, place=str(source.path))
     return {}
 
 
 def bring_checkpoint(source: LocalCheckpoint, into: Path) -> dict[str, Any]:
     """Copy what a conversion reads. Returns the ``layout``; raises :class:`StageError` for a folder
-    without weights in a known one."""
+    without weights in a known one, and for damaged weights. Those of shards are left to the
+    conversion, which looks at all that it writes."""
+    resume.require_saved(source.path)
     _copy(source.path, source.read_files(), into)
-    return {"layout": layout(source.path)}
+    kind = layout(source.path)
+    if kind not in SHARDED:
+        folders.require_sound(into, place=str(source.path))
+    return {"layout": kind}
 
 
 def bring_data(source: LocalData, into: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Conversion of what real sharded training left, compared bit for bit with the training side."""
 
+import itertools
 import json
 import os
 import pickle
@@ -8,19 +9,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from stages import manifest
+from stages import manifest, resume
 from stages.base import Context, StageError
 from stages.checkpoint import describe, fresh, gguf, parity, validate
 from stages.checkpoint.adapter import read_adapter
 from stages.checkpoint.gguf_tokenizer import SPLITS
+from stages.checkpoint.lineage import fingerprint, note_base, noted_base
 from stages.checkpoint.trained import Training, base_model
 from stages.checkpoint.universal import remove_universal, write_universal
 from stages.convert import Convert, convert
 from stages.fetch import Fetch, fetch
+from stages.saves import Saves
 from stages.sources.local import LocalCheckpoint, LocalModel
 from stages.training import refuse_one_tied_end
 from tests.stages.write_shards import CASES, with_adapter, write_base
@@ -235,14 +239,14 @@ def save_adapter(out: Path, base: Path, **settings: Any) -> Any:
     return model
 
 
-def gpt2(out: Path) -> None:
+def gpt2(out: Path, **larger: int) -> None:
     """A family whose layers are stored (inputs, outputs)."""
     import torch
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     write_base(out / "llama", tie=False)
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 67}
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 67, **larger}
     config = GPT2Config(**sizes, eos_token_id=1, bos_token_id=1, tie_word_embeddings=False)
     GPT2LMHeadModel(config).save_pretrained(out / "model")
     AutoTokenizer.from_pretrained(out / "llama").save_pretrained(out / "model")
@@ -297,6 +301,32 @@ def test_layers_with_biases_stored_inputs_first_merge_too(
     )
     assert_equal(kept, saved)
     assert_as_merged(weights(tmp_path), model, exact="use_dora" not in settings)
+
+
+def test_layers_stored_inputs_first_stand_beside_others(tmp_path: Path) -> None:
+    """The config has one flag for all layers, which is wrong for some; the square ones among them
+    would be merged turned around."""
+    gpt2(tmp_path / "base")
+    targets = r".*(attn\.c_proj|lm_head)"
+    model = with_adapter(load(tmp_path / "base" / "model"), target_modules=targets)
+    model.save_pretrained(tmp_path / "trained" / "model")
+    said = json.loads((tmp_path / "trained" / "model" / "adapter_config.json").read_text())
+    assert said["fan_in_fan_out"] is False
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=tmp_path / "base")
+    assert_as_merged(weights(tmp_path), model, exact=True)
+
+
+def test_layers_stored_inputs_first_merge_at_larger_sizes(tmp_path: Path) -> None:
+    """Of a tensor with more values than a block, only the first rows are measured."""
+    gpt2(tmp_path / "base", n_embd=512, n_layer=1, n_positions=1024)
+    model = with_adapter(load(tmp_path / "base" / "model"), target_modules=["c_attn", "wpe"])
+    model.save_pretrained(tmp_path / "trained" / "model")
+    figures = convert(
+        FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=tmp_path / "base"
+    )
+    assert figures["peft_difference"]["values"] < 1024 * 512
+    assert figures["peft_difference"]["largest"] < 1e-6
+    assert_as_merged(weights(tmp_path), model, exact=False)
 
 
 def test_a_bfloat16_merge_is_within_one_rounding_of_the_exact_one(
@@ -402,15 +432,25 @@ def test_shards_of_a_resized_model_with_a_second_adapter(bases: Path, tmp_path: 
     assert_equal(weights(tmp_path), wanted)
 
 
-def test_a_resized_vocabulary_is_kept(bases: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["tied", "untied"])
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_resized_vocabulary_is_kept(
+    bases: Path, tmp_path: Path, base: str, *, with_config: bool
+) -> None:
     trained = tmp_path / "trained" / "model"
-    model = load(bases / "untied" / "model")
+    model = load(bases / base / "model")
     model.resize_token_embeddings(70)
     adapted = with_adapter(model, target_modules=["q_proj"])
     adapted.save_pretrained(trained, save_embedding_layers=True)
-    model.config.save_pretrained(trained)
-    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
-    assert_equal(weights(tmp_path), adapted.merge_and_unload().state_dict())
+    if with_config:
+        model.config.save_pretrained(trained)
+    assert validate(trained, base=bases / base / "model") == ()
+    exact = Convert(export_dtype="float32")
+    convert(exact, Context(tmp_path), trained=tmp_path / "trained", base=bases / base)
+    wanted = adapted.merge_and_unload().state_dict()
+    if base == "tied":
+        wanted.pop("lm_head.weight")
+    assert_equal(weights(tmp_path), wanted)
     assert describe(tmp_path / "model")["vocabulary_rows"] == 70
 
 
@@ -465,7 +505,7 @@ def test_the_base_gives_what_training_did_not_leave(bases: Path, tmp_path: Path)
 
 def test_an_interrupted_conversion_is_begun_anew(bases: Path, tmp_path: Path) -> None:
     base = bases / "untied"
-    for leftover in ("model.partial", "model"):
+    for leftover in ("convert.partial", "model"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "model-00009-of-00009.safetensors").write_bytes(b"half")
     convert(FLOAT32, Context(tmp_path), trained=base, base=base)
@@ -475,50 +515,46 @@ def test_an_interrupted_conversion_is_begun_anew(bases: Path, tmp_path: Path) ->
 
 # Arithmetic
 
-QUICK = (("lora", "bfloat16"), ("dora", "float32"))
-"""Kinds of adapter and types of base that every run of the tests tries."""
+KINDS = ("lora", "dora", "embedding_dora", "saved_whole", "rslora", "embedding")
+TYPES = ("float32", "bfloat16", "float16")
+QUICK = (
+    ("lora", "bfloat16", "bfloat16"),
+    ("dora", "float16", "bfloat16"),
+    ("embedding", "bfloat16", "float32"),
+    ("saved_whole", "bfloat16", "float32"),
+)
+"""Kinds of adapter, types of base and of adapter that every run of the tests tries."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "stored"),
+    "case",
     [
-        pytest.param(kind, stored, marks=() if (kind, stored) in QUICK else pytest.mark.slow)
-        for kind in ("lora", "dora", "embedding_dora", "saved_whole", "rslora")
-        for stored in ("float32", "bfloat16")
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case))
+        for case in itertools.product(KINDS, ("bfloat16", "float16"), TYPES)
     ],
 )
-def test_peft_arithmetic_gives_the_bits_of_merge_and_unload_on_a_bfloat16_base(
-    bases: Path, tmp_path: Path, kind: str, stored: str
+def test_peft_arithmetic_gives_the_bits_of_merge_and_unload_after_a_plain_load(
+    bases: Path, tmp_path: Path, case: tuple[str, str, str]
 ) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    trained = tmp_path / "trained"
-    model = load(bases / "untied" / "model").to(torch.bfloat16)
-    (tmp_path / "base").mkdir()
-    shutil.copytree(bases / "untied" / "model", tmp_path / "base" / "model")
-    model.save_pretrained(tmp_path / "base" / "model")
-    adapted = with_adapter(model, **PEFT_KINDS[kind])
+    kind, half, stored = case
+    settings = {**PEFT_KINDS, "embedding": {"target_modules": ["embed_tokens"]}}[kind]
+    trained, base = tmp_path / "trained", tmp_path / "base"
+    shutil.copytree(bases / "untied", base)
+    load(base / "model").to(getattr(torch, half)).save_pretrained(base / "model")
+    adapted = with_adapter(load(bases / "untied" / "model"), **settings)
     adapted.to(getattr(torch, stored)).save_pretrained(trained / "model")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base" / "model", dtype="auto")
-    there = PeftModel.from_pretrained(
-        base, str(trained / "model"), autocast_adapter_dtype=stored == "float32"
+    start = AutoModelForCausalLM.from_pretrained(base / "model", dtype="auto")
+    wanted = PeftModel.from_pretrained(start, str(trained / "model")).merge_and_unload()
+    config = Convert.model_validate(
+        {"export_dtype": half, "merge_arithmetic": "peft", "parity_probes": 0}
     )
-    wanted = there.merge_and_unload().state_dict()
-    figures = {}
-    for arithmetic in ("peft", "float32"):
-        config = Convert(merge_arithmetic=arithmetic, parity_probes=0)
-        out = tmp_path / arithmetic
-        figures = convert(config, Context(out), trained=trained, base=tmp_path / "base")
-    assert_equal(weights(tmp_path / "peft"), wanted)
-    apart = figures["peft_difference"]
-    if stored == "bfloat16":  # a product that was rounded before it was added
-        assert apart["share"] > 0.01 and 0 < apart["largest"] < 0.1
-        assert any(
-            not torch.equal(tensor, wanted[name])
-            for name, tensor in weights(tmp_path / "float32").items()
-        )
+    figures = convert(config, Context(tmp_path), trained=trained, base=base)
+    assert_equal(weights(tmp_path), wanted.state_dict())
+    assert figures["peft_difference"]["largest"] < 0.1
 
 
 def test_qlora_is_merged_into_what_it_was_trained_on(shards: Path, tmp_path: Path) -> None:
@@ -833,10 +869,10 @@ def test_another_architecture_is_refused(shards: Path, bases: Path, tmp_path: Pa
     assert "hidden_size is 35" in refused(tmp_path, bases / "untied", tmp_path / "even")
     save_adapter(tmp_path / "trained", bases / "untied", target_modules=["q_proj"])
     message = refused(tmp_path, tmp_path / "trained", tmp_path / "even")
-    assert "q_proj.weight by a tensor of shape (30, 35)" in message
+    assert "q_proj.weight has shape (3, 35)" in message and "asks for (3, 64)" in message
     gpt2(tmp_path / "gpt2")
     message = refused(tmp_path, tmp_path / "trained", tmp_path / "gpt2")
-    assert "which its base does not have" in message
+    assert "PEFT makes no adapter of it" in message
 
 
 def edit_json(file: Path, **changes: Any) -> None:
@@ -847,6 +883,11 @@ def edit_json(file: Path, **changes: Any) -> None:
     ("changes", "said"),
     [
         ({"lora_alpha": 0}, "drops the adapter"),
+        ({"lora_alpha": "8"}, "lora_alpha is '8', and a number was expected"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern 'q_proj' is None"),
+        ({"alpha_pattern": {"(q_proj": 3}}, "'(q_proj' is no regular expression"),
+        ({"alpha_pattern": ["q_proj"]}, "a mapping was expected"),
+        ({"target_modules": "(q_proj"}, "PEFT makes no adapter of it"),
         ({"init_lora_weights": "pissa"}, "'pissa' changes the base weights"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"target_parameters": ["experts"]}, "target_parameters"),
@@ -883,6 +924,137 @@ def test_damaged_adapters_are_named(bases: Path, tmp_path: Path) -> None:
         save_adapter(tmp_path / "trained", bases / "untied", target_modules=["q_proj"])
         edit_adapter(tmp_path / "trained", damage)
         assert said in refused(tmp_path, tmp_path / "trained", bases / "untied")
+
+
+def add_magnitude(tensors: dict[str, Any], *, length: int) -> None:
+    import torch
+
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors[f"{module}.lora_magnitude_vector"] = torch.ones(length)
+
+
+def drop_layer(tensors: dict[str, Any]) -> None:
+    for name in [name for name in tensors if "layers.1." in name]:
+        del tensors[name]
+
+
+UNFIT: Mapping[str, tuple[Mapping[str, Any], Callable[[dict[str, Any]], Any] | None, str]] = {
+    "lacks a layer": ({}, drop_layer, "lacks lora_A of model.layers.1.self_attn.q_proj.weight"),
+    "other rank": ({"r": 16}, None, "has shape (3, 35), and"),
+    "lacks a whole tensor": ({"modules_to_save": ["lm_head"]}, None, "lacks lm_head.weight"),
+    "lacks magnitudes": ({"use_dora": True}, None, "lacks lora_magnitude_vector"),
+    "magnitude of no DoRA": (
+        {},
+        lambda t: add_magnitude(t, length=30),
+        "holds lora_magnitude_vector of model.layers.0.self_attn.q_proj.weight",
+    ),
+    "other module": ({"target_modules": ["k_proj"]}, None, "(4 such)"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_an_adapter_has_the_tensors_that_peft_makes_of_its_config(
+    bases: Path, tmp_path: Path, case: str
+) -> None:
+    changes, damage, said = UNFIT[case]
+    trained, base = tmp_path / "trained", bases / "untied"
+    save_adapter(trained, base, target_modules=["q_proj"])
+    assert validate(trained / "model", base=base / "model") == ()
+    edit_json(trained / "model" / "adapter_config.json", **changes)
+    if damage:
+        edit_adapter(trained, damage)
+    lines = validate(trained / "model", base=base / "model")
+    assert said in lines[0] and "adapter_config.json on" in lines[0]
+    assert refused(tmp_path, trained, base).splitlines() == list(lines)
+
+
+def test_a_magnitude_has_one_length_for_each_output(bases: Path, tmp_path: Path) -> None:
+    trained, base = tmp_path / "trained", bases / "untied"
+    save_adapter(trained, base, target_modules=["q_proj"], use_dora=True)
+    edit_adapter(trained, lambda tensors: add_magnitude(tensors, length=7))
+    (line,) = validate(trained / "model", base=base / "model")
+    assert "lora_magnitude_vector" in line and "has shape (7,), and" in line
+
+
+def edit_base(base: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = base / "model" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"]
+)
+def test_every_frozen_tensor_in_shards_must_be_the_bases(
+    bases: Path, tmp_path: Path, name: str
+) -> None:
+    trained, other = tmp_path / "trained", tmp_path / "other"
+    model = with_adapter(load(bases / "untied" / "model"), target_modules=["q_proj"])
+    save_directory(trained, model, model.state_dict())
+    shutil.copytree(bases / "untied", other)
+    edit_base(other, lambda tensors: tensors[name].mul_(1.01))
+    assert f"{name} is not what the adapter was" in refused(tmp_path, trained, other)
+    figures = convert(FLOAT32, Context(tmp_path), trained=trained, base=bases / "untied")
+    assert figures["base_verified"] is True
+
+
+def test_weights_that_training_loaded_in_half_precision_are_still_the_bases(
+    bases: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    rounded = load(bases / "untied" / "model").to(torch.bfloat16).float()
+    model = with_adapter(rounded, target_modules=["q_proj"])
+    save_directory(tmp_path / "trained", model, model.state_dict())
+    convert(FLOAT32, Context(tmp_path), trained=tmp_path / "trained", base=bases / "untied")
+
+
+def test_the_figures_say_when_an_adapter_does_not_tell_its_base(
+    bases: Path, tmp_path: Path
+) -> None:
+    trained, base = tmp_path / "trained", bases / "untied"
+    save_adapter(trained, base, target_modules=["q_proj"])
+    verified = []
+    for known in (False, True):
+        if known:
+            note_base(trained / "model")
+        out = Context(tmp_path / str(known))
+        verified.append(convert(FLOAT32, out, trained=trained, base=base)["base_verified"])
+    assert verified == [False, True]
+
+
+def test_a_fingerprint_changes_with_rows_inside_a_tensor(bases: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(bases / "untied", base)
+    before = fingerprint(base / "model")
+    edit_base(base, lambda t: t["model.embed_tokens.weight"][10:-10].add_(1e-3))
+    assert fingerprint(base / "model") != before
+
+
+def test_each_save_of_an_adapter_tells_its_base(bases: Path, tmp_path: Path) -> None:
+    """Also one of which the trainer writes shards alone, without a config."""
+    from transformers import AutoTokenizer
+
+    base = bases / "untied" / "model"
+    trainer = SimpleNamespace(
+        model=with_adapter(load(base), target_modules=["q_proj"]),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        args=SimpleNamespace(process_index=0),
+        is_deepspeed_enabled=False,
+        accelerator=SimpleNamespace(wait_for_everyone=lambda: None, unwrap_model=lambda m: m),
+    )
+    (tmp_path / resume.SAVING / "checkpoint-3" / "pytorch_model_fsdp_0").mkdir(parents=True)
+    saves = Saves(trainer, Context(tmp_path))
+    saves.begin()
+    saves.written(3)
+    saves.finish()
+    newest = resume.newest(tmp_path)
+    assert newest and noted_base(newest) == fingerprint(base)
+    marked = json.loads((newest / resume.MARKER).read_text())["files"]
+    assert {"base.json", "adapter_config.json", "config.json", "tokenizer.json"} <= marked.keys()
 
 
 def test_a_quantised_whole_model_and_base_are_refused(bases: Path, tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import ValidationError
 
-from stages import STAGES
+from stages import STAGES, resume
 from stages.base import Context, Job, StageError
 from stages.fetch import Fetch, fetch
 from stages.manifest import digest, identify
 from stages.prepare_data import PrepareData, prepare_data
-from stages.sources import new_task
+from stages.sources import local, new_task
+from stages.sources.local import LocalCheckpoint
 from stages.sources.new_model import make_tokenizer
 from tests.small import python
 
@@ -312,6 +313,65 @@ def test_a_folder_that_is_no_whole_model_is_refused(
     assert re.search(says, message) and str(folder) in message and "\n" not in message
 
 
+def _with_weights(change: Any) -> Any:
+    def damage(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def _twice(folder: Path) -> None:
+    """The same tensors in both of two shards."""
+    shards = [folder / f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for shard in shards:
+        shutil.copyfile(folder / "model.safetensors", shard)
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": shards[0].name, "x": shards[1].name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (
+            _with_weights(lambda w: w["model.norm.weight"].__setitem__(3, float("nan"))),
+            r"^{0}: model\.norm\.weight: 1 of its 16 values are not finite$",
+        ),
+        (
+            _with_weights(lambda w: w.update({"model.norm.weight": w["model.norm.weight"][:0]})),
+            r"^{0}: model\.norm\.weight: empty, of shape \(0,\)$",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b""),
+            r"^{0}: model\.safetensors: not a safetensors file",
+        ),
+        (_twice, r"(?m)^{0}: model-00002\S+: model\.norm\.weight stands in \S*00001"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["local_model", "local_checkpoint"])
+def test_damaged_weights_never_enter_a_chain(
+    kind: str, damage: Any, says: str, folder: Path, tmp_path: Path
+) -> None:
+    damage(folder)
+    message = refuse(tmp_path / "out", kind=kind, path=folder)
+    assert re.search(says.format(re.escape(str(folder))), message), message
+    assert "partial" not in message
+
+
+def test_a_damaged_adapter_is_refused_like_a_model(folder: Path, tmp_path: Path) -> None:
+    _with_weights(lambda w: w["model.norm.weight"].fill_(float("inf")))(folder)
+    mine = tmp_path / "mine_too"
+    mine.mkdir()
+    (mine / "adapter_config.json").write_text("{}")
+    (folder / "model.safetensors").rename(mine / "adapter_model.safetensors")
+    message = refuse(tmp_path / "out", kind="local_checkpoint", path=mine)
+    assert message == f"{mine}: model.norm.weight: 16 of its 16 values are not finite"
+
+
 def test_of_a_trained_folder_comes_what_conversion_reads(folder: Path, tmp_path: Path) -> None:
     """Of a trainer's checkpoint the whole model that it holds, and nothing to resume from."""
     (folder / "trainer_state.json").write_text("{}")
@@ -560,8 +620,13 @@ FILES = {
 }  # fmt: skip
 
 
+_HEADER = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+WEIGHTS = len(_HEADER).to_bytes(8, "little") + _HEADER + b"\0\0\0\0"
+
+
 class Hub(BaseHTTPRequestHandler):
-    """Answers as huggingface.co does: repositories ``me/good``, ``me/gated``, ``me/bare``."""
+    """Answers as huggingface.co does: repositories ``me/good``, ``me/gated``, ``me/bare``, and
+    ``me/broken``, whose weights are none."""
 
     seen: ClassVar[list[str]] = []
 
@@ -595,6 +660,8 @@ class Hub(BaseHTTPRequestHandler):
             return self._send(json.dumps(found if "/tree/" in path else whole).encode(), body)
         if "me/gated" in path:
             return self._send(b"", body, status=403, code="GatedRepo")
+        if path.endswith(".safetensors") and "me/broken" not in path:
+            return self._send(WEIGHTS, body)
         return self._send(b"{}", body)
 
     def _send(
@@ -686,6 +753,11 @@ def test_what_the_hub_refuses_is_explained(
     assert says.format(hub=hub) in message and "\n" not in message
     downloads = [path for path in Hub.seen if "model.safetensors" in path]
     assert not downloads or "gated" in message
+
+
+def test_damaged_weights_of_the_hub_are_refused(hub: str, tmp_path: Path) -> None:
+    message = from_hub(tmp_path / "out", hub, kind="hub_model", repo="me/broken")
+    assert message.startswith("me/broken@main: model.safetensors: not a safetensors file")
 
 
 @pytest.mark.parametrize("hub_is", ["away", "mute", "switched off"])
@@ -841,6 +913,17 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     assert "not a GGUF file" in refuse(tmp_path / "out", kind="gguf", path=path)
 
 
+def test_a_gguf_file_that_is_cut_off_is_one_line(made: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = tmp_path / "small.gguf"
+    write_gguf(path, made)
+    whole = path.read_bytes()
+    for size in (6, 40, 2000, len(whole) - 64):
+        path.write_bytes(whole[:size])
+        message = refuse(tmp_path / "out", kind="gguf", path=path)
+        assert f"{path}: transformers cannot read it" in message and "\n" not in message
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -876,3 +959,13 @@ def test_smollm2_answers_from_the_saved_folder(tmp_path: Path) -> None:
     )
     done = python("-c", code, cwd=out)
     assert done.stdout.strip() == "The capital of France is Paris.<|im_end|>", done.stderr
+
+
+def test_a_checkpoint_that_is_not_what_was_saved_is_not_brought(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoint-3"
+    saved.mkdir()
+    (saved / "model.safetensors").write_bytes(b"as it was")
+    resume.mark_complete(saved, {})
+    (saved / "model.safetensors").write_bytes(b"as it is!")
+    with pytest.raises(StageError, match=r"model\.safetensors: is not what was saved"):
+        local.bring_checkpoint(LocalCheckpoint(path=saved), tmp_path / "into")

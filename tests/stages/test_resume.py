@@ -36,7 +36,9 @@ def test_a_save_is_complete_only_with_its_marker_and_all_its_bytes(tmp_path: Pat
     (second / "weights").write_bytes(b"w" * 999)
     assert resume.newest(tmp_path) == first
     resume.discard_incomplete(tmp_path)
-    assert not third.exists() and second.exists()
+    assert not third.exists() and not second.exists()
+    assert (second.parent / "damaged-checkpoint-10" / "weights").exists()
+    assert resume.complete(tmp_path) == [first]
 
 
 def test_a_file_that_rotted_is_found_by_its_hash(tmp_path: Path) -> None:
@@ -48,6 +50,30 @@ def test_a_file_that_rotted_is_found_by_its_hash(tmp_path: Path) -> None:
     resume.discard_incomplete(tmp_path)
     assert resume.newest(tmp_path) == first
     assert (second.parent / "damaged-checkpoint-10" / "weights").exists()
+
+
+def test_a_step_may_be_damaged_again_and_each_is_told(tmp_path: Path) -> None:
+    first = save(tmp_path, 5)
+    for name in ("damaged-checkpoint-10", "damaged-checkpoint-10-2", "damaged-checkpoint-10-3"):
+        second = save(tmp_path, 10)
+        (second / "weights").write_bytes(b"w" * 999 + b"x" * (name[-1] != "2"))
+        (line,) = resume.discard_incomplete(tmp_path)
+        assert "checkpoint-10/weights: not what was saved" in line and line.endswith(name)
+        assert (second.parent / name / "weights").exists()
+        assert resume.newest(tmp_path) == first
+    assert resume.discard_incomplete(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "marker", ["[]", "null", '{"files": []}', '{"files": {}}', '{"facts": {}}', "{", ""]
+)
+def test_a_marker_that_says_nothing_is_no_save(tmp_path: Path, marker: str) -> None:
+    first, second = save(tmp_path, 5), save(tmp_path, 10)
+    (second / resume.MARKER).write_text(marker)
+    assert resume.complete(tmp_path) == [first] and resume.damage(second) == resume.MARKER
+    (line,) = resume.discard_incomplete(tmp_path)
+    assert "checkpoint-10/complete.json" in line
+    assert resume.newest(tmp_path) == first and not second.exists()
 
 
 def test_markers_of_an_older_version_are_still_checked(tmp_path: Path) -> None:
@@ -88,6 +114,16 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert resume.rotate(tmp_path, keep_last=2, metric="loss") == [folders[1], folders[3]]
     assert resume.complete(tmp_path) == [folders[2], folders[4], folders[5]]
     assert resume.rotate(tmp_path, keep_last=2) == [folders[2]]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("-inf"), None, "0"])
+def test_a_value_that_is_not_finite_is_never_the_best(tmp_path: Path, odd: Any) -> None:
+    folders = [save(tmp_path, step) for step in (1, 2, 3)]
+    rows = [{"step": step, "loss": loss} for step, loss in ((1, odd), (2, 0.1), (3, 2.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert resume.best(tmp_path, "loss") == folders[1]
+    assert resume.best(tmp_path, "loss", larger=True) == folders[2]
+    assert resume.rotate(tmp_path, keep_last=1, metric="loss") == [folders[0]]
 
 
 FSDP2 = {"wrapper": "fsdp", "world_size": 2, "shard_ranks": 2, "checkpoints": "sharded"}
