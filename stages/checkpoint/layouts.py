@@ -41,9 +41,8 @@ def layout(path: Path) -> Layout:
         raise StageError(f"{path}: no such checkpoint folder")
     found = layouts(path)
     if len(found) > 1 and (path / "trainer_state.json").is_file():
-        whole: tuple[Layout, ...] = tuple(name for name in found if name not in SHARDED)
-        found = whole or found
-        found = tuple(name for name in found if name != "bin") or found
+        for beside in (SHARDED, frozenset({"bin"})):
+            found: tuple[Layout, ...] = tuple(n for n in found if n not in beside) or found
     if len(found) == 1:
         return found[0]
     if found:
