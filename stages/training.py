@@ -373,16 +373,22 @@ def gathers(trainer: Trainer) -> bool:
 
 def complete(trainer: Trainer, folder: Path) -> None:
     """Sharded saves bring weights alone; a reader needs config, tokenizer and adapter too, and
-    the fingerprint of what the adapter was trained on."""
+    the fingerprint of what the adapter was trained on. Saves of several models as one, as PPO's,
+    are nobody's to read but the stage's own."""
+    from transformers import PreTrainedModel
+
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if adapters := getattr(model, "peft_config", None):
+    adapters = getattr(model, "peft_config", None)
+    base = model.get_base_model() if adapters else model
+    if not isinstance(base, PreTrainedModel):
+        return
+    if adapters:
         if not (folder / "adapter_config.json").exists():
             adapters["default"].save_pretrained(folder)
         note_base(folder)
-        model = model.get_base_model()
     if not (folder / "config.json").exists():
-        model.config.save_pretrained(folder)
-    if model.can_generate() and not (folder / "generation_config.json").exists():
-        model.generation_config.save_pretrained(folder)
+        base.config.save_pretrained(folder)
+    if base.can_generate() and not (folder / "generation_config.json").exists():
+        base.generation_config.save_pretrained(folder)
     if not has_tokenizer(folder):
         trainer.processing_class.save_pretrained(folder)
