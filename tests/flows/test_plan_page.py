@@ -167,7 +167,7 @@ def test_a_run_that_goes_on_needs_no_second_place_for_what_it_saved(tmp_path: Pa
     whole.mkdir(parents=True)
     (whole / "weights").write_bytes(b"x" * 1000)
     assert resume.saved_bytes(tmp_path) == 0  # cut short
-    (whole / "complete.json").write_text(json.dumps({"files": {"weights": 1000}}))
+    resume.mark_complete(whole, {})
     assert resume.saved_bytes(tmp_path) > 1000
 
 
