@@ -71,6 +71,16 @@ def test_a_changed_field_is_named_with_both_values_and_what_follows_says_so(
     assert plan_page.line(plans) == "6 to reuse, 6 to run"
 
 
+def write_shape(folder: Path, *, tie: bool) -> None:
+    """The config.json of the tests' small model."""
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 128, "tie_word_embeddings": tie,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(shape))
+
+
 def with_facts(store: Path, flow: str, counts: dict[str, int]) -> dict[str, Plan]:
     """Plans by label, where model and data are there: the rows as ``counts`` has them."""
     plans = {each.label: each for each in plans_of(store, flow=flow)[1]}
@@ -78,12 +88,7 @@ def with_facts(store: Path, flow: str, counts: dict[str, int]) -> dict[str, Plan
     (plans["tokenize data"].out / "metrics.json").write_text(json.dumps(counts))
     fetched = plans["fetch model"].out / "model"
     fetched.mkdir()
-    shape = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "vocab_size": 128, "tie_word_embeddings": True,
-    }  # fmt: skip
-    (fetched / "config.json").write_text(json.dumps(shape))
+    write_shape(fetched, tie=True)
     return {each.label: each for each in plans_of(store, flow=flow)[1]}
 
 
@@ -140,12 +145,7 @@ backend, method and ``load_dtype`` (LoRA of rank 16 on every linear layer)."""
 @pytest.mark.parametrize("case", SAVED, ids=" ".join)
 def test_the_disk_that_checkpoints_take_is_what_they_took(tmp_path: Path, case: Any) -> None:
     backend, method, dtype = case
-    shape = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "vocab_size": 128, "tie_word_embeddings": False,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    write_shape(tmp_path, tie=False)
     words = [
         f"sft.backend={{{backend}}}",
         f"sft.config.method.kind={method}",
