@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import yaml
 
@@ -18,6 +19,7 @@ from flows.run_stage import ROOT
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.responses import DeploymentResponse
 
 POOL = "this-machine"
 HEARTBEAT_SECONDS = 60
@@ -159,7 +161,8 @@ def _deploy_one(
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.schedules import CronSchedule
 
-    schedules = _schedules(client, f"{flow.name}/{recipe.stem}")
+    there = _existing(client, f"{flow.name}/{recipe.stem}")
+    schedules = _schedules(client, there.id) if there else []
     if cron:
         schedule = CronSchedule(cron=cron, timezone=timezone)
         schedules = [DeploymentScheduleCreate(schedule=schedule, active=True)]
@@ -172,27 +175,33 @@ def _deploy_one(
         description=f"{flow.about}\n\n{comment(recipe)}",
         parameters={"config": forms.preset(flow, recipe)},
         parameter_openapi_schema=schema,
-        enforce_parameter_schema=True,
+        # A server enforces unless it is told otherwise; asked to, it first checks our schema and
+        # the preset against it, twice, and a second of each deployment goes by.
+        enforce_parameter_schema=True if there and not there.enforce_parameter_schema else None,
         job_variables=job_variables(),
         schedules=schedules,  # those that are not sent are deleted
     )
 
 
-def _schedules(client: "SyncPrefectClient", name: str) -> list[Any]:
-    """What the deployment ``name`` has, from the command line or the UI, as it is sent again."""
-    from prefect.client.schemas.actions import DeploymentScheduleCreate
+def _existing(client: "SyncPrefectClient", name: str) -> "DeploymentResponse | None":
     from prefect.exceptions import ObjectNotFound
 
     try:
-        there = client.read_deployment_by_name(name)
+        return client.read_deployment_by_name(name)
     except ObjectNotFound:
-        return []
+        return None
+
+
+def _schedules(client: "SyncPrefectClient", deployment: UUID) -> list[Any]:
+    """What it has, from the command line or the UI, as it is sent again."""
+    from prefect.client.schemas.actions import DeploymentScheduleCreate
+
     return [
         DeploymentScheduleCreate(
             schedule=each.schedule, active=each.active, parameters=each.parameters, slug=each.slug,
             max_scheduled_runs=each.max_scheduled_runs,
         )
-        for each in client.read_deployment_schedules(there.id)
+        for each in client.read_deployment_schedules(deployment)
     ]  # fmt: skip
 
 

@@ -87,10 +87,17 @@ class Plan:
         way = self.remaining[0]
         return (
             self.step.placement.obstacle(way.step.resources)
+            or self._missing_part(way)
             or self._missing_tracker()
             or self._other_shape(way)
             or self._small_disk(way)
         )
+
+    def _missing_part(self, way: Way) -> str | None:
+        config = self.step.config
+        if not isinstance(config, Training):
+            return None
+        return config.obstacle(way.step.resources.device)
 
     def _missing_tracker(self) -> str | None:
         told = self.is_training and self.tracking

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -14,12 +14,20 @@ from pydantic import (
 )
 
 from stages import cpu_ranks
-from stages.base import Context, Metrics
+from stages.base import Context, Metrics, StageError
 from stages.rewards.config import Reward, Rewards
+from stages.rl import generators
+from stages.rl.generators import Generation, WithTransformers, WithVLLM
 from stages.rl.kl import KL, Estimator, FixedKL
 from stages.training import Training
 
+if TYPE_CHECKING:
+    from stages.rl.generation import MakeGenerator, Sampling
+
 Share = Annotated[float, Field(gt=0, le=1)]
+
+GENERATED_TOGETHER = 4
+"""Micro-batches that are generated at once: without a backward pass an answer takes less memory."""
 
 
 class PPO(Training):
@@ -56,6 +64,9 @@ class PPO(Training):
 
     max_new_tokens: PositiveInt = 128
     """Longest answer, its stop token included."""
+
+    generation: Generation = WithTransformers()
+    """What samples the answers."""
 
     kl: KL = FixedKL()
     """What divergence from the reference costs."""
@@ -121,6 +132,9 @@ class PPO(Training):
     def learned_from(self) -> int:
         return self.passes
 
+    def obstacle(self, device: str) -> str | None:
+        return super().obstacle(device) or generators.obstacle(self.generation, device)
+
     @model_validator(mode="after")
     def _is_read(self) -> Self:
         """What the common fields offer and this stage cannot do."""
@@ -150,6 +164,8 @@ def ppo(
     ``OUT/samples.jsonl``. Before the first update no token tells policy and reference apart, and
     at the first minibatch of every update each ratio is 1; anything else raises ``StageError``.
     """
+    if reason := config.obstacle(ctx.device):
+        raise StageError(reason)
     cpu_ranks.prepare(ctx.trainer_args)
     from transformers import AutoTokenizer
 
@@ -170,20 +186,29 @@ def ppo(
     module = models.load(config, folder, reward / "model" if reward else None)
     models.check_prompts(list(rows["prompt_ids"]), module, max_new_tokens=config.max_new_tokens)
     stops = models.stop_ids(module, tokenizer, folder)
+    sampling = Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_new_tokens=config.max_new_tokens,
+        stops=stops,
+        pad=stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+    )
+    wrapped = engine.wrap(module, config, ctx, args)
     work = Work(
         config=config,
         ctx=ctx,
-        engine=engine.wrap(module, config, ctx, args),
+        engine=wrapped,
         tokenizer=tokenizer,
         rows=rows,
         order=prompt_order(len(rows), config),
         score=score,
-        sampling=Sampling(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            max_new_tokens=config.max_new_tokens,
-            stops=stops,
-            pad=stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        sampling=sampling,
+        generator=_generator(
+            config,
+            folder,
+            sampling,
+            longest=max(map(len, rows["prompt_ids"])) + config.max_new_tokens,
+            together=GENERATED_TOGETHER * args.per_device_train_batch_size,
         ),
         split=Split(
             num=config.rollout_size,
@@ -196,6 +221,20 @@ def ppo(
     metrics = loop.train(work)
     export(work.engine, tokenizer, ctx.out)
     return metrics
+
+
+def _generator(
+    config: PPO, folder: Path, sampling: "Sampling", *, longest: int, together: int
+) -> "MakeGenerator":
+    from stages.rl.generation import transformers_generator
+
+    if isinstance(config.generation, WithVLLM):
+        from stages.rl.vllm_generator import vllm_generator
+
+        return vllm_generator(
+            folder, config.generation, sampling, longest=longest, dtype=config.compute_dtype
+        )
+    return lambda policy: transformers_generator(policy, sampling, batch_size=together)
 
 
 def _device(ctx: Context) -> str:

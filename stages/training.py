@@ -152,6 +152,14 @@ class Training(Config):
         """Optimizer steps for which each row or answer counts."""
         return 1
 
+    def obstacle(self, device: str) -> str | None:
+        """Why a machine with this ``device`` cannot train so, or ``None``."""
+        if device == "cpu" and self.attention == "flash_attention_2":
+            return "attention: flash_attention_2 needs a GPU; use sdpa"
+        if device == "cpu" and self.liger_kernel:
+            return "liger_kernel needs a GPU; set it to false"
+        return None
+
 
 OPTIMIZERS = {
     "adamw": "adamw_torch",

@@ -28,6 +28,9 @@ numbers in [0, 1), one for each token that may be drawn: the same numbers give t
 whatever company a prompt keeps in a batch and on whichever rank. Another engine is another such
 function."""
 
+MakeGenerator = Callable[[Any], Generator]
+"""A whole policy, with the weights of the moment -> what draws its answers."""
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -17,15 +17,12 @@ from stages.base import Metrics
 from stages.data import lines
 from stages.manifest import write_atomically
 from stages.rewards import prompts
-from stages.rl.generation import Answer, transformers_generator, uniforms
+from stages.rl.generation import Answer, uniforms
 from stages.rl.kl import next_coefficient
 from stages.rl.learning import check_reference, learn
 from stages.rl.rollout import Rollout, Sample, batch, describe, rollout, targets
 from stages.rl.work import Work
 from stages.watch import Watch
-
-GENERATED_TOGETHER = 4
-"""Micro-batches that are generated at once: without a backward pass an answer takes less memory."""
 
 PROGRESS = "progress.json"
 SAMPLES = "samples.jsonl"
@@ -122,11 +119,8 @@ def roll_out(work: Work, update: int, clock: Clock) -> Rollout:
     mine = [place for micro in cut for place in micro]
     asked = [work.rows[int(work.order[update * split.num + place])] for place in mine]
     with clock.measure("rollout"), engine.whole_policy() as policy:
-        generate = transformers_generator(
-            policy, work.sampling, batch_size=GENERATED_TOGETHER * split.micro
-        )
         drawn = uniforms(work.config.seed, update, mine, work.sampling.max_new_tokens)
-        answers = generate([list(row["prompt_ids"]) for row in asked], drawn)
+        answers = work.generator(policy)([list(row["prompt_ids"]) for row in asked], drawn)
     with clock.measure("score"):
         said = dict(zip(mine, _scored(work, asked, answers), strict=True))
         for micro in cut:

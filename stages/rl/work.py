@@ -9,7 +9,7 @@ import numpy as np
 
 from stages.base import Context
 from stages.rl.engine import Engine
-from stages.rl.generation import Sampling
+from stages.rl.generation import MakeGenerator, Sampling
 from stages.rl.rollout import Split
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Work:
 
     score: Score
     sampling: Sampling
+    generator: MakeGenerator
     split: Split
 
     @property

@@ -124,12 +124,19 @@ def test_it_prints_its_address_soon_and_has_every_flow(served: Product) -> None:
     assert all(each["entrypoint"].startswith("flows.prefect_flows.") for each in found)
 
 
-def test_registering_again_keeps_the_schedules_that_are_not_named(served: Product) -> None:
+def test_registering_again_keeps_schedules_that_are_not_named_and_enforces_forms(
+    served: Product,
+) -> None:
+    def there() -> dict[str, Any]:
+        return product.ask(served.api, "/deployments/name/retrain/tiny")
+
     def crons() -> list[str]:
-        found = product.ask(served.api, "/deployments/name/retrain/tiny")["schedules"]
-        return [each["schedule"]["cron"] for each in found]
+        return [each["schedule"]["cron"] for each in there()["schedules"]]
 
     env = product.environment(served.home, PREFECT_API_URL=served.api)
+    loose = {"enforce_parameter_schema": False}
+    product.ask(served.api, f"/deployments/{there()['id']}", loose, method="PATCH")
+    assert not there()["enforce_parameter_schema"]
     for words, expected in (
         (["--schedule", "retrain/tiny=0 3 1 1 *"], ["0 3 1 1 *"]),
         ([], ["0 3 1 1 *"]),
@@ -138,6 +145,7 @@ def test_registering_again_keeps_the_schedules_that_are_not_named(served: Produc
         argv = [sys.executable, "-m", "flows.deploy", *words]
         subprocess.run(argv, env=env, cwd=served.home, check=True, capture_output=True)
         assert crons() == expected
+        assert there()["enforce_parameter_schema"]
 
 
 def test_a_server_that_is_away_is_one_line(tmp_path: Path) -> None:

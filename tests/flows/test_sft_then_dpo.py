@@ -240,6 +240,7 @@ def test_ctrl_c_ends_every_process(copied: Path) -> None:
           "sft.config.global_batch_size=1024"], "GPU"),
         (["model.config.source.kind=local_model", "model.config.source.path=/no/such"],
          "/no/such: no such file or directory"),
+        (["dpo.config.attention=flash_attention_2"], "dpo: attention: flash_attention_2 needs a GPU"),
         (["trackers=[wandb]"],
          "sft, dpo: trackers: wandb not installed; type: pip install wandb, or leave out what"),
         (["trackers=[comet]"], "trackers.0: Input should be 'wandb', 'mlflow' or 'trackio'"),
