@@ -116,7 +116,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
 def test_it_prints_its_address_soon_and_has_every_flow(served: Product) -> None:
     (ready,) = [line for line in served.lines if "Ctrl-C ends it" in line]
     assert served.url in ready
-    assert int(ready.rpartition("ready in ")[2].split()[0]) < 60  # 30 where nobody else is at work
+    assert int(ready.rpartition("ready in ")[2].split()[0]) < 45  # 30 where nobody else is at work
     found = product.ask(served.api, "/deployments/filter", {})
     names = {f"{recipe.stem}" for flow in FLOWS.values() for recipe in flow.recipes()}
     assert {each["name"] for each in found} == names
@@ -214,13 +214,17 @@ def test_what_only_the_worker_sees_is_refused_in_its_first_seconds(served: Produ
     assert found["total_run_time"] < 15
 
 
+BEGUN = {"flow_runs": {"state": {"type": {"not_any_": ["SCHEDULED"]}}}}
+"""Registering drops what a schedule has laid out, and the server lays it out again."""
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_everything_and_the_same_state_comes_back(
     tmp_path_factory: pytest.TempPathFactory, served: Product
 ) -> None:
     run = product.submit(served.api, "sft-then-dpo/tiny", mode="plan")["id"]
     product.until(served.api, run, "Planned", seconds=90)
-    before = product.ask(served.api, "/flow_runs/count", {})
+    before = product.ask(served.api, "/flow_runs/count", BEGUN)
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert len(children) >= 2
     started = time.monotonic()
@@ -229,7 +233,7 @@ def test_ctrl_c_ends_everything_and_the_same_state_comes_back(
     assert time.monotonic() - started < 20
     assert not [each for each in children if is_alive(each)]
     with product.serving(served.home) as again:
-        assert product.ask(again.api, "/flow_runs/count", {}) == before > 0
+        assert product.ask(again.api, "/flow_runs/count", BEGUN) == before > 0
 
 
 def is_alive(process: psutil.Process) -> bool:
