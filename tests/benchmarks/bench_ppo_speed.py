@@ -20,7 +20,7 @@ from tests.benchmarks.table import show, spread
 from tests.small import ENV, ROOT, Run, write_job
 
 UPDATES, SKIPPED = 6, 1
-VOCABULARIES = (1024, 8192)
+VOCABULARIES = (1024, 8192, 49_152)
 PROMPT, ANSWER = 96, 16
 MINIBATCH, MINIBATCHES, PASSES = 8, 4, 2
 SCRIPT = """
