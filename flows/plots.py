@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flows.svg import drawable
+
 Rows = Sequence[Mapping[str, Any]]
 """The rows of a ``metrics.jsonl``."""
 
@@ -222,6 +224,7 @@ def draw(
     an earlier run that this one has nothing for are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    trainings = {label: _drawable(rows) for label, rows in trainings.items()}
     shown = [Shown("Scores with their intervals", SCORES, scores, partial(_draw_scores, scores))]
     shown += more
     shown += [
@@ -229,6 +232,12 @@ def draw(
         for each in FIGURES
     ]
     return [(each.file, each.caption) for each in shown if _is_drawn(folder / each.file, each)]
+
+
+def _drawable(rows: Rows) -> Rows:
+    """Without the values that no axis can hold: an infinite gradient norm is news, no reason to
+    go without a report."""
+    return [{key: value for key, value in row.items() if drawable(value)} for row in rows]
 
 
 def _is_drawn(path: Path, shown: Shown) -> bool:

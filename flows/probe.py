@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from configs import ConfigError
+from configs import Config, ConfigError
 from flows.failures import StageFailed
 from flows.report import aligned
 from flows.run_stage import Plan, Say, plan, run_stage
@@ -16,6 +16,9 @@ from stages.longest_rows import LongestRows
 
 STEPS = 2
 """The second is the first with optimizer state."""
+
+SHORT = {"max_steps": STEPS, "epochs": 1, "critic_warmup": 0}
+"""What a stage's config says of its length."""
 
 MOST = 3
 """Plans that are tried."""
@@ -71,8 +74,8 @@ def _longest(data: Artifact, store: Path, *, rows: int, say: Say) -> Artifact:
 def _probe(
     planned: Plan, way: Way, inputs: dict[str, Artifact], store: Path, *, say: Say
 ) -> Probed:
-    config = way.step.config.model_copy(update={"max_steps": STEPS, "epochs": 1})
-    step = way.step.model_copy(update={"config": config, "save_every": STEPS + 1})
+    changed = {"config": shortened(way.step.config), "save_every": STEPS + 1}
+    step = way.step.model_copy(update=changed)
     label = f"probe {planned.label}"
     one = plan(planned.stage.name, step, store, label=label, inputs=inputs)
     say(f"{one.label}: {way.text}")
@@ -85,6 +88,12 @@ def _probe(
         return Probed(way, peak, None)
     facts = [json.loads(file.read_text()) for file in (out / "ranks").glob("rank-*.json")]
     return Probed(way, peak, max(each["peak_bytes"] - each["process_bytes"] for each in facts))
+
+
+def shortened(config: Config) -> Config:
+    """``config`` of a training stage for two steps in which everything is trained."""
+    known = type(config).model_fields
+    return config.model_copy(update={key: SHORT[key] for key in SHORT.keys() & known.keys()})
 
 
 def lines(planned: Plan, found: list[Probed]) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from configs import Config
 from flows import export_report, plots, reward_plots, reward_report
-from flows.markdown import cell, fenced, table
+from flows.markdown import cell, estimate, fenced, link, table
 from flows.progress import duration
 from stages.data import lines
 from stages.manifest import write_atomically
@@ -146,8 +146,7 @@ class Score:
         found = measures.get(self.key)
         if found is None:
             return ""
-        value, low, high = (f"{found[k] / self.unit:{self.form}}" for k in ("value", "low", "high"))
-        return f"{value} [{low}, {high}]"
+        return estimate(found, self.form, self.unit)
 
 
 PERCENT = {"form": ".1f", "unit": 0.01}
@@ -247,14 +246,13 @@ def _outputs(report: Report) -> dict[str, Path]:
 
 def read_rows(output: Path) -> list[dict[str, Any]]:
     """The rows of ``OUTPUT/metrics.jsonl`` by step; of a step that was done twice, the later."""
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    by_step = {row["step"]: row for row in map(json.loads, lines)}
+    by_step = {row["step"]: row for row in lines.rows(output / "metrics.jsonl")}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def markdown(report: Report, *, folder: Path, figures: Sequence[tuple[str, str]]) -> str:
     """The report's text; paths in it are relative to ``folder``."""
-    head = "\n\n".join([f"# {report.name}", *_stages(report, folder)])
+    head = "\n\n".join([f"# {cell(report.name)}", *_stages(report, folder)])
     return f"{head}\n\n{results(report, folder=folder, figures=figures)}"
 
 
@@ -282,7 +280,7 @@ def _stages(report: Report, folder: Path) -> list[str]:
             _seconds(row),
             f"{row.backend} x {row.world_size}" if row.backend else "",
             ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items()),
-            f"[{row.output.name}]({os.path.relpath(row.output, folder)})",
+            link(row.output.name, os.path.relpath(row.output, folder)),
         ]
         for row in report.stages
     ]
@@ -354,8 +352,10 @@ def _confidence(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _score_table(lines: Iterable[Score], found: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [[line.name.replace("  ", "… "), *map(line.text, found.values())] for line in lines]
-    return table(["", *found], [row for row in rows if any(row[1:])])
+    rows = [
+        [cell(line.name.replace("  ", "… ")), *map(line.text, found.values())] for line in lines
+    ]
+    return table(["", *map(cell, found)], [row for row in rows if any(row[1:])])
 
 
 def _figures(report: Report, figures: Sequence[tuple[str, str]]) -> list[str]:
@@ -408,7 +408,8 @@ def _prepared(output: Path, folder: Path) -> list[str]:
         for rule, number in source["rejected"].items()
     ]
     quarantine = os.path.relpath(output / "quarantine.jsonl", folder)
-    told = f"Rows kept out, each named with file and line in [quarantine.jsonl]({quarantine}):"
+    where = link("quarantine.jsonl", quarantine)
+    told = f"Rows kept out, each named with file and line in {where}:"
     rejected = [told, table(["", "file", "rule", "rows"], rules)] if rules else []
     return [_count_table(rows), *rejected]
 
@@ -448,12 +449,29 @@ def terminal_table(report: Report) -> str:
     found = scores(report)
     lines = [next(s for s in (*SCORES, *CHANGES) if s.key == key) for key in BRIEF]
     lines += [*_of_answers("reward", found), *_of_answers("win_rate", found)]
-    for start in range(0, len(found), 3):
-        labels = list(found)[start : start + 3]
-        rows = [[line.name, *(line.text(found[label]) for label in labels)] for line in lines]
-        rows = [row for row in rows if any(row[1:])]
-        parts.append(aligned(["score", *labels], rows))
+    while found:
+        number, block = _scores_that_fit(lines, found)
+        parts.append(block)
+        found = dict(islice(found.items(), number, None))
     return "\n\n".join(parts)
+
+
+def _scores_that_fit(
+    lines: Sequence[Score], found: Mapping[str, Mapping[str, Any]]
+) -> tuple[int, str]:
+    """(models, their scores as aligned text): three, or fewer where lines become too long."""
+    blocks = {
+        number: _terminal_scores(lines, dict(islice(found.items(), number)))
+        for number in range(1, min(3, len(found)) + 1)
+    }
+    fitting = [n for n, block in blocks.items() if max(map(len, block.split("\n"))) <= WIDTH]
+    number = max(fitting, default=1)
+    return number, blocks[number]
+
+
+def _terminal_scores(lines: Sequence[Score], found: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [[line.name, *map(line.text, found.values())] for line in lines]
+    return aligned(["score", *found], [row for row in rows if any(row[1:])])
 
 
 def _terminal_stages(report: Report) -> str:

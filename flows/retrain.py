@@ -173,10 +173,11 @@ def _compared_with(artifacts: Sequence[Artifact]) -> str:
 
 
 def _passes(gate: Gate, change: Mapping[str, float]) -> bool:
+    """Whether a change, an estimate, is what ``gate`` requires; one row proves nothing better."""
     low, high = change["low"], change["high"]
     if gate.metric in LESS_IS_BETTER:
         low, high = -high, -low
-    return low > 0 if gate.require == "better" else high >= 0
+    return low > 0 and change["n"] > 1 if gate.require == "better" else high >= 0
 
 
 def _change(gate: Gate, out: Path) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.markdown import cell, table
+from flows.markdown import cell, estimate, table
 from stages.data import lines
 
 NUM_STEPS = 5
@@ -44,15 +44,15 @@ def _of_model(found: Mapping[str, Any]) -> list[str]:
     quantiles = found["margin_quantiles"]
     scale = found["scale"]
     rows = [
-        ["accuracy, %", _estimate(found["accuracy"], 0.01, ".1f")],
+        ["accuracy, %", estimate(found["accuracy"], ".1f", 0.01)],
         ["expected calibration error, points", f"{100 * found['ece']:.1f}"],
-        ["margin", _estimate(found["margin"], 1, ".3f")],
+        ["margin", estimate(found["margin"], ".3f")],
         *([f"margin, {q} % quantile", f"{value:.3f}"] for q, value in quantiles.items()),
         ["correlation of margin and length difference", f"{found['length_correlation']:.2f}"],
         ["scores of demonstrations", f"{scale['mean']:.3f} ± {scale['std']:.3f}"],
     ]
     lengths = [
-        [_range(part), f"{part['accuracy']['n']}", _estimate(part["accuracy"], 0.01, ".1f")]
+        [_range(part), f"{part['accuracy']['n']}", estimate(part["accuracy"], ".1f", 0.01)]
         for part in found["accuracy_by_length"]
     ]
     head = ["chosen answer longer by, tokens", "pairs", "accuracy, %"]
@@ -62,11 +62,6 @@ def _of_model(found: Mapping[str, Any]) -> list[str]:
 def _range(part: Mapping[str, float]) -> str:
     low, high = part["low"], part["high"]
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
-
-
-def _estimate(found: Mapping[str, float], unit: float, form: str) -> str:
-    value, low, high = (f"{found[key] / unit:{form}}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
 
 
 def answers(outputs: Mapping[str, Path]) -> list[str]:
@@ -94,4 +89,5 @@ def _table_of_answers(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in [row for row in rows if row["step"] == step][:NUM_ANSWERS]:
             scores = [f"{row['scores'][name]:.2f}" for name in names]
             body.append([f"{step}", cell(row["prompt"]), cell(row["completion"]), *scores])
-    return table(["step", "prompt", "answer", *(name.replace("_", " ") for name in names)], body)
+    heads = (cell(name.replace("_", " ")) for name in names)
+    return table(["step", "prompt", "answer", *heads], body)

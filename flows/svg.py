@@ -3,6 +3,7 @@
 import base64
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 WIDTH, HEIGHT = 330, 160
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 26, 24
@@ -11,7 +12,15 @@ MOST_POINTS = 160
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73")
 
+LARGEST = 1e100
+"""Beyond it sums and spans of an axis may overflow."""
+
 Points = Sequence[tuple[float, float]]
+
+
+def drawable(value: Any) -> bool:
+    """Whether ``value`` is a number that an axis can hold."""
+    return isinstance(value, int | float) and abs(value) < LARGEST  # which NaN is not
 
 
 def image(title: str, curves: Mapping[str, Points]) -> str:
@@ -21,7 +30,7 @@ def image(title: str, curves: Mapping[str, Points]) -> str:
 
 
 def draw(title: str, curves: Mapping[str, Points]) -> str:
-    """An SVG document. Values that are not finite are left out."""
+    """An SVG document. Points that no axis can hold are left out."""
     kept = {name: _thinned(points) for name, points in curves.items()}
     every = [point for points in kept.values() for point in points]
     parts = [
@@ -41,9 +50,9 @@ def draw(title: str, curves: Mapping[str, Points]) -> str:
 
 def _thinned(points: Points) -> Points:
     """The mean of each of at most MOST_POINTS equal groups, which also calms a noisy curve."""
-    finite = [point for point in points if math.isfinite(point[1])]
-    size = math.ceil(len(finite) / MOST_POINTS)
-    groups = [finite[i : i + size] for i in range(0, len(finite), size or 1)]
+    kept = [point for point in points if all(map(drawable, point))]
+    size = math.ceil(len(kept) / MOST_POINTS)
+    groups = [kept[i : i + size] for i in range(0, len(kept), size or 1)]
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 

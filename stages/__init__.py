@@ -17,8 +17,8 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage(fetch, online=True),
-        Stage(prepare_data, version=3),
-        Stage(tokenize_data, version=5),
+        Stage(prepare_data, version=4),
+        Stage(tokenize_data, version=6),
         Stage(sft, version=2, beats=True),
         Stage(dpo, beats=True),
         Stage(reward, beats=True),

@@ -14,12 +14,15 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 FOLDER = "beats"
 STACKS = "stacks"
 REMEMBERED = 20
 """Steps whose median is told."""
+
+PAUSE = 1.0
+"""Seconds between beats within a step."""
 
 Phase = Literal["start", "step", "save"]
 
@@ -35,6 +38,7 @@ class Beats:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.durations: deque[float] = deque(maxlen=REMEMBERED)
         self.last_step: tuple[int, float] | None = None
+        self.last: dict[str, Any] | None = None
         stat = Path("/proc/self/stat")
         self.started = int(stat.read_text().rpartition(")")[2].split()[19]) if stat.exists() else 0
 
@@ -45,17 +49,29 @@ class Beats:
             if self.last_step and step == self.last_step[0] + 1:
                 self.durations.append(now - self.last_step[1])
             self.last_step = (step, now)
-        fact = {
-            "pid": os.getpid(),
-            "started": self.started,
-            "phase": phase,
-            "step": step,
-            "total_steps": total_steps,
-            "step_seconds": median(self.durations) if self.durations else None,
-            "time": time.time(),
-            "clock": now,
-            "heeds_stop": self.heeds_stop,
-        }
+        self._write(
+            {
+                "pid": os.getpid(),
+                "started": self.started,
+                "phase": phase,
+                "step": step,
+                "total_steps": total_steps,
+                "step_seconds": median(self.durations) if self.durations else None,
+                "time": time.time(),
+                "clock": now,
+                "heeds_stop": self.heeds_stop,
+            }
+        )
+
+    def again(self) -> None:
+        """Say once more what was said last: this rank is still at work on it. A step that samples
+        answers, or that is many micro-batches, takes longer than a rank may be silent."""
+        now = time.monotonic()
+        if self.last and now - self.last["clock"] >= PAUSE:
+            self._write(self.last | {"time": time.time(), "clock": now})
+
+    def _write(self, fact: dict[str, Any]) -> None:
+        self.last = fact
         partial = self.path.with_suffix(".partial")
         with suppress(OSError):  # a full disk: whoever has work to save will say so
             partial.write_text(json.dumps(fact))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -18,6 +18,8 @@ Loss = Literal[
 
 class DPO(Training):
     """What decides the result of preference optimisation."""
+
+    uses_dropout: ClassVar[bool] = False
 
     learning_rate: PositiveFloat = 5e-6
     """Peak learning rate."""

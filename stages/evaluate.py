@@ -167,7 +167,7 @@ def _scorer(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rewards.check_room(scorer, prompts, tokenizer, max_new_tokens=config.max_new_tokens)
+    rewards.check_rows(scorer, prompts, tokenizer, max_new_tokens=config.max_new_tokens)
     return scorer
 
 
@@ -354,8 +354,10 @@ def _rewarded(
     found = {_key("reward", name): intervals.mean(scores) for name, scores in mine.items()}
     if earlier := _earlier(baseline, samples):
         theirs = scorer(messages, earlier, facts)
+        pairs = zip(samples, earlier, strict=True)
+        alike = [sample["generated"] == before for sample, before in pairs]
         for name, scores in mine.items():
-            found[_key("win_rate", name)] = win_rate(scores, theirs[name], intervals)
+            found[_key("win_rate", name)] = win_rate(scores, theirs[name], intervals, alike=alike)
     return found
 
 

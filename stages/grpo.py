@@ -1,10 +1,9 @@
 """Reinforcement learning without a critic: TRL's GRPO and RLOO trainers on named rewards."""
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -49,6 +48,8 @@ Estimator = Annotated[GroupRelative | LeaveOneOut, Field(discriminator="kind")]
 
 class GRPO(Training):
     """What decides the result of RL without a critic."""
+
+    uses_dropout: ClassVar[bool] = False
 
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -116,19 +117,22 @@ def grpo(
     ``OUT/samples.jsonl``.
     """
     cpu_ranks.prepare(ctx.trainer_args)
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from stages import rewards
     from stages.rewards import prompts
+    from stages.rl import start
     from stages.watch import Watch
 
     base = policy / "model"
+    start.refuse_adapter(base)
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     rows = prompts.read(data)
-    _check_room(config, base, list(rows["prompt_ids"]))
+    reads = {"policy": AutoConfig.from_pretrained(base)}
+    start.check_prompts(list(rows["prompt_ids"]), reads, max_new_tokens=config.max_new_tokens)
     device = ctx.device if ctx.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     scorer = rewards.load(config.rewards, {"reward": reward} if reward else {}, device)
-    rewards.check_room(scorer, rows, tokenizer, max_new_tokens=config.max_new_tokens)
+    rewards.check_rows(scorer, rows, tokenizer, max_new_tokens=config.max_new_tokens)
     asked = Prompts(rows, tokenizer)
     trainer = _trainer(config, ctx, base, tokenizer, asked, _functions(ctx, scorer, asked))
     watch = Watch(
@@ -137,6 +141,8 @@ def grpo(
         step_zero=lambda logs: check_step_zero(logs, config),
         in_our_words=in_our_words,
     )
+    for judge in scorer.judges:
+        watch.follow(judge.model)
     trainer.add_callback(watch)
     return training.train(trainer, ctx)
 
@@ -307,18 +313,6 @@ def in_our_words(logs: Mapping[str, float]) -> dict[str, float]:
     if "kl" in logs and "answer_tokens" in told:
         told["kl"] = logs["kl"] * told["answer_tokens"]
     return told
-
-
-def _check_room(config: GRPO, base: Path, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ``StageError`` for a prompt that leaves no room in the context for its answer."""
-    room = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
-    longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
-    if room is not None and len(prompts[longest]) + config.max_new_tokens > room:
-        raise StageError(
-            f"conversations/train, row {longest}: a prompt of {len(prompts[longest])} tokens and "
-            f"max_new_tokens {config.max_new_tokens} exceed the context of {room}; lower "
-            "grpo.config.max_new_tokens, or tokenize_data.config.max_length"
-        )
 
 
 def check_step_zero(logs: Mapping[str, float], config: GRPO) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -33,6 +33,8 @@ GENERATED_TOGETHER = 4
 class PPO(Training):
     """What decides the result of PPO (arXiv:1707.06347, for language models arXiv:2203.02155)."""
 
+    uses_dropout: ClassVar[bool] = False
+
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of the policy."""
 
@@ -60,7 +62,7 @@ class PPO(Training):
 
     top_p: Share = 1.0
     """Sample from the likeliest tokens that have this probability together. Below 1 the losses
-    take answers for more likely than they were drawn."""
+    take answers for less likely than they were drawn."""
 
     max_new_tokens: PositiveInt = 128
     """Longest answer, its stop token included."""
@@ -140,18 +142,23 @@ class PPO(Training):
         """What the common fields offer and this stage cannot do."""
         if self.method.kind not in ("full", "lora"):
             raise ValueError(f"ppo trains method.kind full or lora, not {self.method.kind}")
-        if getattr(self.method, "dropout", 0.0):
-            raise ValueError(
-                "method.dropout must be 0: a policy that drops units is not the one that sampled"
-            )
         if self.liger_kernel:
             raise ValueError("ppo has no liger_kernel: it computes no fused loss")
+        if self.max_steps is not None and self.critic_warmup >= self.max_steps:
+            raise ValueError(_never_learns(self.critic_warmup, self.max_steps))
         if self.kl.kind == "adaptive" and self.kl.horizon <= self.rollout_size / 5:
             raise ValueError(
                 f"kl.horizon must be more than a fifth of the {self.rollout_size} answers of a "
                 "rollout, or one update could make the price of divergence negative"
             )
         return self
+
+
+def _never_learns(warmup: int, updates: int) -> str:
+    return (
+        f"critic_warmup {warmup}: the policy would learn in none of {updates} updates; lower it, "
+        "or give more epochs or max_steps"
+    )
 
 
 def ppo(
@@ -170,7 +177,8 @@ def ppo(
     from transformers import AutoTokenizer
 
     from stages import rewards
-    from stages.rl import engine, loop, models
+    from stages.rl import engine, loop, models, start
+    from stages.rl.actor_critic import bare
     from stages.rl.export import export
     from stages.rl.generation import Sampling
     from stages.rl.rollout import Split
@@ -181,10 +189,11 @@ def ppo(
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     inputs = {"reward": reward} if reward else {}
     score = rewards.load(config.rewards, inputs, _device(ctx))  # whole: before ZeRO-3 is known of
-    rewards.check_room(score, rows, tokenizer, max_new_tokens=config.max_new_tokens)
+    rewards.check_rows(score, rows, tokenizer, max_new_tokens=config.max_new_tokens)
     args = engine.arguments(config, ctx)
     module = models.load(config, folder, reward / "model" if reward else None)
-    models.check_prompts(list(rows["prompt_ids"]), module, max_new_tokens=config.max_new_tokens)
+    read = {name: bare(getattr(module, name)).config for name in ("policy", "critic")}
+    start.check_prompts(list(rows["prompt_ids"]), read, max_new_tokens=config.max_new_tokens)
     stops = models.stop_ids(module, tokenizer, folder)
     sampling = Sampling(
         temperature=config.temperature,
@@ -218,6 +227,8 @@ def ppo(
             world_size=args.world_size,
         ),
     )
+    if config.critic_warmup >= work.num_updates:
+        raise StageError(f"ppo.config: {_never_learns(config.critic_warmup, work.num_updates)}")
     metrics = loop.train(work)
     export(work.engine, tokenizer, ctx.out)
     return metrics

@@ -1,6 +1,7 @@
 """Conversations and preference pairs out of raw files: checked, split and counted."""
 
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -48,6 +49,8 @@ INPUTS: Mapping[str, tuple[Kind, ...]] = {
     "preferences": ("preferences", "unpaired"),
 }
 """For each input the kinds of rows that it may hold."""
+
+_HELD_OUT = re.compile(r"(?<![a-z])(test|valid|validation|val|eval|dev|held_?out)(?![a-z])")
 
 WAYS_OUT = {
     "duplicates": "most rows repeat one another: give other rows",
@@ -156,6 +159,8 @@ def prepare_data(
     }
     found = [(name, file) for name, held in given.items() for file in held]
     _refuse_idle_patterns(config, [file for _, file in found])
+    for name, held in given.items():
+        _tell_held_out(config, name, held)
     for left in ctx.out.glob("spool.*"):  # of a run that was killed
         shutil.rmtree(left)
     size = sum(file.path.stat().st_size for _, file in found)
@@ -257,6 +262,8 @@ def _read(
             held_out=count.held_out,
         )
         count.by_line = place.line is not None
+    if not count.num_read:
+        sys.stdout.write(f"{count.file.shown}: holds no rows\n")
     if count.unread:
         shown = ", ".join(f"{name} ({number})" for name, number in count.unread.most_common())
         sys.stdout.write(f"{count.file.shown}: columns that are not read: {shown}\n")
@@ -267,7 +274,7 @@ def _detect(
 ) -> tuple[Iterator[Record], Form | None]:
     """The file's records, and their form: ``None`` only where no record is an object.
 
-    ``wrong`` keeps for each columns setting what fitted none of the files so far.
+    ``wrong`` keeps for each columns setting what has fitted no row so far.
     """
     records = readers.read(file, tick=tick)
     sample = list(islice(records, shapes.SAMPLE))
@@ -276,18 +283,16 @@ def _detect(
     source = _source(config, file.name)
     own = config.shape if name == "conversations" else config.preference_shape
     named = (source.columns if source else None) or config.columns
-    if named and objects:
-        idle = columns.unmatched(named, objects)
-        wrong[id(named)] = wrong.get(id(named), idle) & idle
+    if named:
+        whole = _matched(whole, named, wrong)
     if shape := (source.shape if source else None) or own:
         form = shapes.asked(shape, objects, named)
     else:
         form = shapes.detect(objects, accepted=INPUTS[name], named=named)
     if objects and form is None:
         raise StageError(
-            f"{file.shown}: the columns {', '.join(objects[0]) or '(none)'} fit no known shape "
-            f"({shapes.known(INPUTS[name])}); rename them, set prepare_data.config.columns, or "
-            "set the shape if columns are missing here and there"
+            f"{file.shown}: {shapes.misfit(objects[0], INPUTS[name])}; rename them, set "
+            "prepare_data.config.columns, or set the shape if columns are missing here and there"
         )
     if form is not None and form.kind not in INPUTS[name]:
         other = next(other for other, kinds in INPUTS.items() if form.kind in kinds)
@@ -296,6 +301,18 @@ def _detect(
             f"give it as the {other} input, or set its shape"
         )
     return whole, form
+
+
+def _matched(
+    records: Iterator[Record], named: Columns, wrong: dict[int, set[str]]
+) -> Iterator[Record]:
+    """``records``, while they are compared with ``named``: a name may fit a late row only."""
+    for record in records:
+        if isinstance(record.value, dict):
+            idle = wrong.setdefault(id(named), columns.unmatched(named, []))
+            if idle:
+                idle &= columns.unmatched(named, [record.value])
+        yield record
 
 
 def _held_out(config: PrepareData, file: DataFile, others: Sequence[DataFile]) -> bool | None:
@@ -321,6 +338,16 @@ def _refuse_idle_patterns(config: PrepareData, found: Sequence[DataFile]) -> Non
             )
 
 
+def _tell_held_out(config: PrepareData, name: str, held: Sequence[DataFile]) -> None:
+    """Say which files look as if they were held out, where they are read as all others are."""
+    looks = [file.name for file in held if _HELD_OUT.search(file.name.lower())]
+    if looks and len(looks) < len(held) and not config.test_files and config.test_fraction < 1:
+        sys.stdout.write(
+            f"{name}: {', '.join(looks[:3])}{', ...' if len(looks) > 3 else ''}: rows of these are "
+            "trained too, as of all files; to hold them out set prepare_data.config.test_files\n"
+        )
+
+
 def _refuse_idle_columns(config: PrepareData, wrong: Mapping[int, set[str]]) -> None:
     """Raise :class:`StageError` for names that are in none of the files that they are for."""
     settings = {"columns": config.columns}
@@ -328,8 +355,8 @@ def _refuse_idle_columns(config: PrepareData, wrong: Mapping[int, set[str]]) -> 
     for key, named in settings.items():
         if named and (idle := wrong.get(id(named))):
             raise StageError(
-                f"prepare_data.config.{key}: {', '.join(sorted(idle))} fits nothing in the first "
-                f"{shapes.SAMPLE} rows of any file; correct the name, or remove the setting"
+                f"prepare_data.config.{key}: {', '.join(sorted(idle))} fits nothing in any file; "
+                "correct the name, or remove the setting"
             )
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -18,6 +18,8 @@ HELD_OUT = "held_out.jsonl"
 
 class RewardModelling(Training):
     """What decides the result of reward modelling."""
+
+    uses_dropout: ClassVar[bool] = False
 
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate."""
@@ -109,7 +111,22 @@ def _trainer(config: RewardModelling, ctx: Context, *, base: Path, data: Path) -
     # An adapter's config.json would go on naming the language model that it was made from.
     bare.config.architectures = [type(bare).__name__]
     trainer.add_callback(Watch(trainer, ctx))
+    _require_known(rows, trainer.model, data)
     return trainer
+
+
+def _require_known(rows: Any, model: Any, data: Path) -> None:
+    """Raise ``StageError`` for pairs that hold a token which the model does not know."""
+    import pyarrow.compute as pc
+
+    columns = (pc.list_flatten(rows.data.column(name)) for name in rows.column_names)
+    largest = max(pc.max(column).as_py() for column in columns)  # pyright: ignore[reportAttributeAccessIssue]: made at run time
+    known = model.get_input_embeddings().num_embeddings
+    if largest >= known:
+        raise StageError(
+            f"{data}: preferences/train holds token {largest}, and the model knows {known}; "
+            "tokenise the data with this model's tokenizer"
+        )
 
 
 def _train_split(data: Path) -> Any:
@@ -126,10 +143,12 @@ def distinct_pad(folder: Path) -> str:
     """A token to pad with that no answer ends with, for the model in ``folder``.
 
     A score is read at the last token that is not padding: where padding is the stop token too, it
-    would be read one token early. The tokenizer's own pad token is kept if it is distinct; else
-    the first special token that ends nothing is taken, one that the tokenizer knows already.
-    Raises ``StageError`` when there is none.
+    would be read one token early. The tokenizer's own pad token is kept if it is distinct and the
+    model knows it; else the first special token that ends nothing is taken, one that both know
+    already. Raises ``StageError`` when there is none.
     """
+    from transformers import AutoConfig
+
     from stages.data import templates
 
     template = templates.load(folder)
@@ -137,12 +156,14 @@ def distinct_pad(folder: Path) -> str:
     special = [one for _, one in sorted(tokenizer.added_tokens_decoder.items()) if one.special]
     candidates = [tokenizer.pad_token, tokenizer.unk_token, *map(str, special)]
     known = [one for one in candidates if one is not None]
-    found = next((t for t in known if tokenizer.convert_tokens_to_ids(t) not in stops), None)
+    rows = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in known}
+    found = next((t for t, number in ids.items() if number < rows and number not in stops), None)
     if found is None:
         raise StageError(
-            f"{folder}: every special token of the tokenizer ends an answer "
-            f"({', '.join(sorted(set(known))) or 'there is none'}), and padding needs one that "
-            "does not; add a pad token to the tokenizer and a row for it to the model"
+            f"{folder}: every special token of the tokenizer ends an answer, or has no row in the "
+            f"model ({', '.join(sorted(ids)) or 'there is none'}), and padding needs one that "
+            "does neither; add a pad token to the tokenizer and a row for it to the model"
         )
     return found
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from stages.rl.start import require_stops
 
 
 class Asked(Protocol):
@@ -32,6 +35,13 @@ def in_step(trainer: Any) -> Iterator[None]:
             del model._is_fsdp_managed_module
 
 
+def _leave_out_no_token(trainer: Any) -> None:
+    """TRL 1.16 takes a tokenizer's missing eos token for one more that ends an answer."""
+    stops = require_stops(trainer.eos_token_ids, Path(trainer.processing_class.name_or_path))
+    trainer.eos_token_ids = trainer.generation_config.eos_token_id = list(stops)
+    trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
+
+
 class TakesIds:
     """Takes a prompt by its place in the data, and its ids from there as they are.
 
@@ -42,6 +52,7 @@ class TakesIds:
     def __init__(self, asked: Asked, *args: Any, **kwargs: Any) -> None:
         self.asked = asked
         super().__init__(*args, **kwargs)
+        _leave_out_no_token(self)
 
     def _tokenize_prompts(self, prompts: Sequence[str]) -> Any:
         return [self.asked.ids(place) for place in prompts], None, {}

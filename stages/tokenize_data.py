@@ -2,6 +2,7 @@
 
 import ctypes
 import datetime
+import gc
 import os
 import shutil
 import signal
@@ -83,6 +84,7 @@ def tokenize_data(config: TokenizeData, ctx: Context, *, model: Path, data: Path
         with quarantine.opened(ctx.out) as keep:
             for split in splits:
                 _tokenize(config, template, split, scratch, keep, processes, tick)
+                _tell_length(config, split)
         for kind in found:
             _enforce_budget(config, kind, splits, ctx.out)
         for split in splits:
@@ -165,6 +167,8 @@ def _blocks(work: Tokenizing, path: Path, processes: int) -> Iterator[tuple[int,
     from multiprocessing import get_context
 
     # Forked, so that the template is there; no thread was started yet that a fork would cut off.
+    # What is loaded is no garbage, and no worker is to look through it again and again.
+    gc.freeze()
     with ProcessPoolExecutor(
         processes, get_context("fork"), initializer=_die_with, initargs=(os.getpid(),)
     ) as pool:
@@ -183,6 +187,7 @@ def _blocks(work: Tokenizing, path: Path, processes: int) -> Iterator[tuple[int,
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            gc.unfreeze()
 
 
 def _die_with(parent: int) -> None:
@@ -258,9 +263,22 @@ def _refuse_empty(split: Split, out: Path) -> None:
     held_out_only = split.side == "train" and split.path.stat().st_size == 0
     if not split.lengths.any() and not held_out_only:
         dropped = quarantine.listed(split.tally.counts)
+        places = [f" ({place}: {detail})" for (place, detail), *_ in split.tally.first.values()]
+        longer = ", or raise max_length" if split.tally.counts["too_long"] else ""
         raise StageError(
-            f"no row of {split.kind}/{split.side} is left ({dropped or 'it was empty'}); "
-            f"see {out / quarantine.NAME}, then give more rows, or raise max_length for long ones"
+            f"no row of {split.kind}/{split.side} is left ({dropped or 'it was empty'})"
+            f"{''.join(places[:1])}; see {out / quarantine.NAME}, then give other rows{longer}"
+        )
+
+
+def _tell_length(config: TokenizeData, split: Split) -> None:
+    """Rows that were left out or shortened count against no budget, so they are told."""
+    told = {"left out": split.tally.counts["too_long"], "shortened": split.num_truncated}
+    done = ", ".join(f"{number} {what}" for what, number in told.items() if number)
+    if done:
+        sys.stdout.write(
+            f"{split.file}: of {split.num_read} rows {done}, longer than max_length "
+            f"{config.max_length} tokens (on_overflow: {config.on_overflow})\n"
         )
 
 

@@ -5,9 +5,9 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from configs import Config
 from stages import recut, resume
@@ -84,6 +84,10 @@ Method = Annotated[Full | LoRA | DoRA | QLoRA, Field(discriminator="kind")]
 class Training(Config):
     """Fields that every training stage has. Each of them can change the loss curve."""
 
+    uses_dropout: ClassVar[bool] = True
+    """Whether the stage leaves dropout on. Preferences and rewards are learnt without: policy and
+    reference are compared, and the two answers of a pair."""
+
     method: Method = Full()
     """What is trained."""
 
@@ -131,6 +135,12 @@ class Training(Config):
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seeds the adapters, dropout and the order of the rows."""
+
+    @model_validator(mode="after")
+    def _has_no_idle_dropout(self) -> Self:
+        if not self.uses_dropout and getattr(self.method, "dropout", 0.0):
+            raise ValueError("method.dropout must be 0: this stage trains without dropout")
+        return self
 
     @property
     def global_batch_rows(self) -> int:

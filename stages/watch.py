@@ -13,7 +13,14 @@ from typing import Any
 import psutil
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.utils.hooks import RemovableHandle
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from stages import recut, resume
 from stages.base import Context, Interrupted, StageError
@@ -59,6 +66,7 @@ class Watch(TrainerCallback):
         self.leaving = False
         self.saves = Saves(trainer, ctx)
         self.curves: Curves | None = None
+        self.hooks: list[RemovableHandle] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -79,7 +87,17 @@ class Watch(TrainerCallback):
                     self.ctx.out / "deepspeed.json", json.dumps(resolved, indent=2, default=str)
                 )
         self.last = (time.time(), float(state.num_input_tokens_seen or 0))
+        self._beat("start", state)
+        self.follow(self.trainer.model)
         self.request.listen()
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Until training ends, beat whenever a model of transformers in ``model`` is run, be it for
+        one token."""
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                hook = module.register_forward_pre_hook(lambda *_: self.beats.again())
+                self.hooks.append(hook)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -96,6 +114,8 @@ class Watch(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        for hook in self.hooks:
+            hook.remove()
         self._beat("save", state)
         self.saves.finish()
         if self.curves:

@@ -5,15 +5,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
 from backends.planner import arguments
 from backends.planner.explain import explain
-from backends.planner.hardware import GB
-from backends.planner.model import find_model
+from backends.planner.hardware import GB, Machine
+from backends.planner.model import Model, find_model
 from backends.planner.ranking import MARGIN_BYTES, Limits, options, refused
+from backends.planner.seconds import ADAPTERS
 from backends.planner.table import as_object, as_text, hours
 
 USER_MISTAKE = 2
@@ -32,6 +33,13 @@ OF_ESTIMATE = (
     "--frozen-upcast",
     "--no-double-quantisation",
 )
+OF_RANKING = {
+    "--global-batch": "--micro-batch and --accumulation",
+    "--margin-gb": "--context-margin",
+    "--rows": "no hours",
+    "--epochs": "no hours",
+}
+"""Options of the ranked command, with what stands for them in ``estimate``."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,7 +77,7 @@ def _estimate(argv: Sequence[str]) -> int:
 def _answer(args: argparse.Namespace, named: set[str]) -> str:
     model = find_model(args.model)
     machine = arguments.machine(args)
-    for option, why in arguments.irrelevant(args, named, machine):
+    for option, why in _irrelevant(args, named, model, machine):
         raise ValueError(f"{option} {why}; leave it out")
     work = arguments.work(args, global_batch=args.global_batch)
     limits = Limits(margin_bytes=int(args.margin_gb * GB), nvme_path=args.nvme)
@@ -84,6 +92,14 @@ def _answer(args: argparse.Namespace, named: set[str]) -> str:
     rules = explain(model, work, machine, ranked)
     without = refused(work, machine, limits)
     return as_text(model, work, machine, ranked, rules, without, rows=args.rows, epochs=args.epochs)
+
+
+def _irrelevant(
+    args: argparse.Namespace, named: set[str], model: Model, machine: Machine
+) -> Iterator[tuple[str, str]]:
+    yield from arguments.irrelevant(args, named, model, machine)
+    if args.nvme and args.method in ADAPTERS:
+        yield "--nvme", f"is for full training: {args.method} leaves little to put on a disk"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,6 +131,8 @@ def _nearest(message: str, options: Sequence[str]) -> str:
                 f"{wrong[1]} belongs to one given set-up, and this command ranks them all; "
                 "ask `python -m backends.planner estimate`"
             )
+        if wrong[1] in OF_RANKING and wrong[1] not in options:
+            return f"{wrong[1]} belongs to the ranked command; estimate has {OF_RANKING[wrong[1]]}"
         near = get_close_matches(wrong[1], options, n=1, cutoff=0.4)
         return message + (f"; did you mean {near[0]}?" if near else "; see --help")
     return message

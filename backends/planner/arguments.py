@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from backends.planner import work as words
 from backends.planner.hardware import GB, TERA, Machine, find_machine
+from backends.planner.model import Model
 from backends.planner.seconds import ADAPTERS
 from backends.planner.work import Work
 
@@ -136,10 +137,11 @@ def given(argv: Sequence[str]) -> set[str]:
 
 
 def irrelevant(
-    args: argparse.Namespace, named: set[str], machine: Machine
+    args: argparse.Namespace, named: set[str], model: Model, machine: Machine
 ) -> Iterator[tuple[str, str]]:
     """(option, why it changes nothing here) of the options that were named."""
     rows = getattr(args, "rows", None)
+    gpus = machine.device == "cuda"
     rules = (
         (ADAPTER_OPTIONS, args.method == "full", "belongs to adapters, and --method is full"),
         (QLORA_OPTIONS, args.method != "qlora", f"belongs to qlora, and --method is {args.method}"),
@@ -149,7 +151,14 @@ def irrelevant(
             f"belongs to ppo and grpo, and stage {args.stage} writes no answers",
         ),
         (("--epochs",), rows is None, "says nothing without --rows"),
-        (GPU_OPTIONS, machine.device == "cpu", "describes GPUs, and these ranks run on CPUs"),
+        (GPU_OPTIONS, not gpus, "describes GPUs, and these ranks run on CPUs"),
+        (("--network",), gpus and machine.nodes == 1, "joins nodes, and there is one"),
+        (("--experts",), not model.is_mixture, f"belongs to mixtures, and {model.name} is none"),
+        (
+            ("--loss",),
+            args.stage in words.OWN_LOSS,
+            f"belongs to stages with a choice of losses, and stage {args.stage} has its own",
+        ),
     )
     for options, off, why in rules:
         yield from ((option, why) for option in options if off and option in named)

@@ -66,10 +66,14 @@ def replay_layer(model: Model, layer: Layer, *, mixture: bool) -> Replay:
 
 
 @lru_cache(maxsize=4096)
-def replay_loss(model: Model, layer: Layer, *, loss: str, num_rows: int) -> Replay:
-    """Last norm, head and loss, from the last hidden states to their gradient."""
+def replay_loss(
+    model: Model, layer: Layer, *, loss: str, num_rows: int, answered: float = 1.0
+) -> Replay:
+    """Last norm, head and loss, from the last hidden states to their gradient. ``answered`` is the
+    share of the tokens whose logits are made."""
     builder = _Builder(model, layer)
-    return replay(builder.head_and_loss(loss, num_rows), input_is_kept=False, output_is_kept=False)
+    tape = builder.head_and_loss(loss, num_rows, answered)
+    return replay(tape, input_is_kept=False, output_is_kept=False)
 
 
 class _Builder:
@@ -318,8 +322,9 @@ class _Builder:
         shared = self.mlp(x, model.shared_expert_width)
         return self.add(out, shared)
 
-    def head_and_loss(self, loss: str, num_rows: int) -> Tape:
-        """``loss`` is ``hf``, ``fused``, ``chunked``, or ``score`` for a head of one column."""
+    def head_and_loss(self, loss: str, num_rows: int, answered: float) -> Tape:
+        """``loss`` is ``hf``, ``fused``, ``chunked``, ``score`` for a head of one column, or
+        ``sampled`` for the log-probabilities of an answer."""
         model, layer = self.model, self.layer
         last = self.tape.value(self.wide(model.hidden_size, element=layer.residual))
         normed = self.norm(last, model.hidden_size)
@@ -342,16 +347,18 @@ class _Builder:
                 weight_gradient=trained,
             )
             return self.tape
-        whole = self.wide(model.vocab_size, element=FLOAT32)
+        whole = self.wide(model.vocab_size, tokens=answered, element=FLOAT32)
         logits = self.tape.run(
             (hidden,),
-            self.wide(model.vocab_size),
+            self.wide(model.vocab_size, tokens=answered),
             saved=kept,
             saved_bytes=layer.compute * head if layer.cast_weights else 0,
             weight_gradient=trained,
         )
         if model.logit_softcap:
             logits = self.softcap(logits)
+        if loss == "sampled":
+            return self.answers(logits, whole)
         # The model's variables hold hidden states and logits until the forward pass returns.
         held = 0 if layer.trains_base else self.tape.sizes[normed]
         if loss == "fused":
@@ -365,4 +372,22 @@ class _Builder:
             held += self.wide(model.vocab_size)
         log_shares = self.tape.run((logits,), whole, saves_output=True, forward_bytes=held)
         self.tape.run((log_shares,), 0)
+        return self.tape
+
+    def answers(self, logits: int, whole: int) -> Tape:
+        """PPO's log-probabilities: logits in float32 and their log-sum-exp, which saves them;
+        entropies are told beside it without a gradient, and the gradients of both meet."""
+        held = self.tape.sizes[logits]
+        if self.layer.compute < FLOAT32:
+            logits = self.tape.run((logits,), whole)
+        number = self.wide(1, element=FLOAT32)
+        normaliser = self.tape.run(
+            (logits,),
+            number,
+            saved=(logits,),
+            forward_bytes=2 * whole + held,
+            backward_bytes=2 * whole,
+        )
+        picked = self.tape.run((logits,), number)
+        self.tape.run((normaliser, picked), number)
         return self.tape

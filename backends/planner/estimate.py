@@ -20,6 +20,7 @@ from backends.planner.ranking import (
     contradiction,
     judge,
     refusals,
+    stored_otherwise,
 )
 from backends.planner.seconds import OFFLOADED
 from backends.planner.table import as_object, suppositions
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace, named: set[str]) -> int:
     spare = unknown_buckets(setup) if args.buckets == "unknown" else 0
     limits = Limits(margin_bytes=int(args.context_margin * GB) + spare)
     work = _work(args, setup)
-    if reason := contradiction(work):
+    if reason := contradiction(work) or stored_otherwise(model, work):
         raise ValueError(reason)
     option = judge(model, work, setup, machine, limits=limits)
     found = as_object(option, model, work, machine) | {
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace, named: set[str]) -> int:
         "num_parameters": model.num_parameters,
         "refused": refusals(work, setup),
         "assumed": _assumed(args, model, work, setup, machine, spare),
-        "ignored": [f"{name} {why}" for name, why in _ignored(args, named, setup, machine)],
+        "ignored": [f"{name} {why}" for name, why in _ignored(args, named, model, setup, machine)],
     }
     found["fits"] = option.fits and found["refused"] is None
     text = json.dumps(found, indent=2) if args.json else _text(option, machine, found)
@@ -145,14 +146,16 @@ def _assumed(
 
 
 def _ignored(
-    args: argparse.Namespace, named: set[str], setup: Setup, machine: Machine
+    args: argparse.Namespace, named: set[str], model: Model, setup: Setup, machine: Machine
 ) -> list[tuple[str, str]]:
-    found = list(arguments.irrelevant(args, named, machine))
+    found = list(arguments.irrelevant(args, named, model, machine))
     disk = "nvme" in (getattr(setup.backend, f"offload_{what}", None) for what in OFFLOADED)
     if args.nvme and not disk and machine.device == "cuda":
         found.append(("--nvme", f"belongs to zero3:nvme, not to {args.backend}"))
     if "--fsdp-version" in named and not isinstance(setup.backend, FSDP):
         found.append(("--fsdp-version", f"belongs to fsdp, not to {args.backend}"))
+    if "--buckets" in named and not unknown_buckets(setup):
+        found.append(("--buckets", "belongs to ZeRO-1 and 2 of several ranks"))
     return found
 
 
@@ -168,7 +171,8 @@ def _text(option: Option, machine: Machine, found: dict[str, Any]) -> str:
     lines += [f"  {part:<12}{getattr(need, part) / GB:>8.2f} GB" for part in PARTS]
     away = ((need.host_bytes, "host memory"), (need.disk_bytes, "disk"))
     lines += [f"  {name} of a node: {size / GB:.1f} GB" for size, name in away if size]
-    lines.append(f"  nvidia-smi may show {found['reserved_bytes_per_gpu'] / GB:.1f} GB")
+    if machine.device == "cuda":
+        lines.append(f"  nvidia-smi may show {found['reserved_bytes_per_gpu'] / GB:.1f} GB")
     lines.append(f"{option.time.seconds:.3g} s a step; {option.why}")
     lines.append(f"supposed: {'; '.join(found['assumed'])}")
     for head, key in (("warning", "warnings"), ("changes nothing", "ignored")):

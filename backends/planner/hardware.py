@@ -367,7 +367,7 @@ def check_link(link: str | float) -> None:
 def _count(text: str) -> tuple[int, int, str]:
     """(nodes, GPUs a node, name) out of ``2x8xH100``."""
     number = r"(?:([0-9]{1,6})\s*[x*]\s*)?"
-    found = re.fullmatch(number + number + "(.+)", text.strip().lower())
+    found = re.fullmatch(number + number + "(.+)", text.strip().lower().replace("\u00d7", "x"))
     if not found or re.match(r"[0-9]+\s*[x*]|[x*]", found[3]):
         raise ValueError(
             f"--gpus {text!r} is not COUNTxNAME or NODESxCOUNTxNAME, as in 8xH100, 2x24GB, 2x8xH100"
@@ -398,8 +398,10 @@ def _find_gpu(text: str) -> tuple[GPU, tuple[str, ...]]:
     alike = [gpu for gpu in _GPUS if _plain(gpu.name)[0] == plain]
     if not alike and re.fullmatch(r"[0-9]{1,3}", text):
         raise ValueError(f"GPU {text!r} is not known; did you mean its memory, {text}GB?")
+    names = {_plain(gpu.name)[0]: gpu.name for gpu in _GPUS}
+    if not alike and (turned := _turned(text)) and _plain(turned[1])[0] in names:
+        raise ValueError(f"GPU {text!r} is not known; did you mean {turned[0]}x{turned[1]}?")
     if not alike:
-        names = {_plain(gpu.name)[0]: gpu.name for gpu in _GPUS}
         near = get_close_matches(plain, names, n=3, cutoff=0.4)
         hint = f"the nearest are {', '.join(names[key] for key in near)}; " if near else ""
         raise ValueError(f"GPU {text!r} is not known; {hint}or give its memory, as in 2x24GB")
@@ -410,6 +412,12 @@ def _find_gpu(text: str) -> tuple[GPU, tuple[str, ...]]:
         return gpu, ()
     memory = int(size * 0.985 * GIB)
     return replace(gpu, name=f"{gpu.name}-{size}GB", memory_bytes=memory), ()
+
+
+def _turned(text: str) -> tuple[str, str] | None:
+    """(count, name) of ``8 h100`` and ``h100x8``."""
+    found = re.fullmatch(r"([0-9]+) +(.+)|(.+?) *[x*] *([0-9]+)", text)
+    return found and ((found[1], found[2]) if found[1] else (found[4], found[3]))
 
 
 def _by_memory(gigabytes: float) -> tuple[GPU, tuple[str, ...]]:

@@ -8,7 +8,7 @@ are sizes of PyTorch's and DeepSpeed's own buffers; none was fitted to a model.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from backends import FSDP, DeepSpeed
 from backends.planner.block import EXPERTS, FLOAT32, ROUTER, Layer, replay_layer, replay_loss
 from backends.planner.model import Model
 from backends.planner.tape import Replay
-from backends.planner.work import Setup, Work
+from backends.planner.work import Setup, Work, answers_at_once
 
 Phase = Literal["loss", "backward", "step"]
 
@@ -63,7 +63,8 @@ class Memory:
     """Checkpoints or saved tensors of all layers, and the layer at work."""
 
     logits: int
-    """Last norm, head and loss; 0 outside the ``loss`` phase."""
+    """Last norm, head and loss; 0 outside the ``loss`` phase, but for what PPO's policy keeps while
+    its critic is at work."""
 
     buffers: int
     """Gathered weights, buckets, temporaries of the step, KV cache, workspaces."""
@@ -148,6 +149,9 @@ class Sizes:
     step_copy: int
     """Bytes for a trained parameter that the step adds."""
 
+    joined: int
+    """Models that are one module, whose root units FSDP gathers together: PPO's."""
+
 
 @dataclass(frozen=True)
 class _Instant:
@@ -170,10 +174,10 @@ def memory(model: Model, work: Work, setup: Setup) -> Memory:
     state = 0.0 if spread.optimizer_away or sizes.paged else sizes.state
     optimizer = state * sizes.trained / spread.optimizer
     whole_gradients = _gradients_at_rest(sizes, spread)
-    copies = _model_copies(model, work, sizes)
+    copies = _model_copies(work)
     weights = base * copies.policies + _others(model, copies, sizes, spread)
     optimizer *= copies.policies
-    instants = _instants(model, work, setup, spread, sizes, whole_gradients * copies.policies)
+    instants = _instants(model, work, setup, spread, sizes, whole_gradients, copies.policies)
     worst = max(instants, key=lambda each: each.total)
     parts = [
         round(part)
@@ -288,7 +292,13 @@ def _sizes(model: Model, work: Work, spread: Spread) -> Sizes:
         paged=work.optimizer.startswith("paged"),
         step_copy=(0 if eight_bit else (FLOAT32 if spread.master else element))
         + FLOAT32 * spread.master,
+        joined=_joined(work),
     )
+
+
+def _joined(work: Work) -> int:
+    copies = _model_copies(work)
+    return copies.policies + copies.frozen if work.stage == "ppo" else 1
 
 
 def _root_in_use(model: Model, spread: Spread) -> int:
@@ -400,7 +410,7 @@ class _Copies:
     """Reward models, whole in every rank whatever becomes of the policy."""
 
 
-def _model_copies(model: Model, work: Work, sizes: Sizes) -> _Copies:
+def _model_copies(work: Work) -> _Copies:
     adapters = work.method != "full"
     reference = work.reference or ("adapter_base" if adapters else "resident")
     needs_reference = work.stage in ("dpo", "ppo", "grpo")
@@ -485,30 +495,41 @@ def _layers(model: Model, layer: Layer, *, offloaded: bool) -> _Layers:
 
 
 def _instants(
-    model: Model, work: Work, setup: Setup, spread: Spread, sizes: Sizes, gradients: float
+    model: Model,
+    work: Work,
+    setup: Setup,
+    spread: Spread,
+    sizes: Sizes,
+    of_one: float,
+    policies: int,
 ) -> list[_Instant]:
+    """``of_one``: bytes of the gradients of one trained model."""
+    gradients = of_one * policies
     layer = _layer(model, work, setup, spread, sizes)
     layers = _layers(model, layer, offloaded=setup.resources.activation_offloading)
-    always = _always(model, work, setup, spread, sizes, layer)
+    always = _always(model, setup, spread, sizes, layer, policies)
     accumulates = work.global_batch > setup.world_size * setup.micro_batch
     resident = gradients if accumulates or spread.keeps_gradient_buffer else 0.0
+    critic = gradients - of_one  # it was passed backward before the policy's loss is
     return [
-        _at_loss(model, work, setup, spread, sizes, layer, layers, always, resident),
-        *_at_backward(model, work, spread, sizes, layer, layers, always, resident, gradients),
-        _at_step(spread, sizes, always, gradients),
+        _at_loss(model, work, spread, sizes, layer, layers, always, max(resident, critic)),
+        *_at_backward(
+            model, work, spread, sizes, layer, layers, always, resident, gradients, policies
+        ),
+        _at_step(spread, sizes, always, gradients, policies),
         *_at_generation(model, work, setup, spread, sizes, always, resident),
     ]
 
 
 def _always(
-    model: Model, work: Work, setup: Setup, spread: Spread, sizes: Sizes, layer: Layer
+    model: Model, setup: Setup, spread: Spread, sizes: Sizes, layer: Layer, policies: int
 ) -> float:
     """What is there at every instant: inputs, workspaces, buckets."""
     inputs = INPUT_BYTES * layer.tokens
     workspace = CUBLAS_BYTES if setup.resources.device == "cuda" else 0
     bucket = 0.0
     if spread.bucket == "gradients":
-        bucket = float(sizes.gradient * sizes.trained)
+        bucket = float(sizes.gradient * sizes.trained * policies)
     if spread.bucket == "zero" and setup.world_size > 1:
         pair = 2 if setup.resources.device == "cuda" else 1
         bucket = float(pair * sizes.compute * min(model.hidden_size**2, sizes.trained))
@@ -522,10 +543,10 @@ def _gathered(model: Model, sizes: Sizes, spread: Spread, *, layers: int) -> flo
     if spread.gathers == "layer":
         ahead = layers * spread.prefetches
         reduced = spread.reduces_in * model.layer_parameters if sizes.head_gradient else 0
-        return sizes.root + (layers + ahead) * sizes.layer + ahead * reduced
+        return sizes.joined * sizes.root + (layers + ahead) * sizes.layer + ahead * reduced
     everything = sizes.root + model.num_layers * sizes.layer
     if spread.gathers == "model":
-        return everything
+        return sizes.joined * everything
     window = sizes.compute * max(REUSE_WINDOW, model.num_head_parameters)
     return min(everything, window + sizes.layer + 0.9 * sizes.compute * model.hidden_size**2)
 
@@ -545,28 +566,36 @@ def _casts(model: Model, sizes: Sizes, layer: Layer) -> float:
     return float(sizes.compute * sizes.trained) if layer.adapted and sizes.compute < 4 else 0.0
 
 
-def _loss_kind(work: Work) -> str:
-    return "score" if work.stage == "reward" else work.loss
+def _loss(model: Model, work: Work, layer: Layer) -> Replay:
+    """A reward model has one score a row; PPO takes the log-probabilities of its answers' tokens,
+    and of the one before them, from whole logits."""
+    kind = {"reward": "score", "ppo": "sampled"}.get(work.stage, work.loss)
+    written = min(1.0, (work.new_tokens + 1) / work.seq_length)
+    return replay_loss(
+        model,
+        layer,
+        loss=kind,
+        num_rows=layer.tokens // work.seq_length,
+        answered=written if work.stage == "ppo" else 1.0,
+    )
 
 
 def _at_loss(
     model: Model,
     work: Work,
-    setup: Setup,
     spread: Spread,
     sizes: Sizes,
     layer: Layer,
     layers: _Layers,
     always: float,
-    gradients: float,
+    resident: float,
 ) -> _Instant:
-    rows = layer.tokens // work.seq_length
-    loss = replay_loss(model, layer, loss=_loss_kind(work), num_rows=rows)
+    loss = _loss(model, work, layer)
     casts = _casts(model, sizes, layer)
     peak = max(loss.forward + casts, loss.backward)
     return _Instant(
         "loss",
-        gradients=gradients + loss.weight_gradients,
+        gradients=resident + loss.weight_gradients,
         activations=layers.kept + _positions(model, layer),
         logits=peak - loss.weight_gradients,
         buffers=always + _gathered(model, sizes, spread, layers=0),
@@ -583,41 +612,83 @@ def _at_backward(
     always: float,
     resident: float,
     gradients: float,
+    policies: int,
+) -> list[_Instant]:
+    """PPO's critic comes first, while what the policy has saved waits; then the policy."""
+    own = gradients / policies
+    found = []
+    if policies > 1:
+        waits = _Waits(layers.kept, _loss(model, work, layer).saved, made=0.0, head=0.0)
+        found += _through_layers(
+            model, spread, sizes, layer, layers, always, resident, own, waits=waits
+        )
+    before = _Waits(0.0, 0.0, made=gradients - own, head=sizes.head_gradient)
+    found += _through_layers(
+        model, spread, sizes, layer, layers, always, resident, own, waits=before
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """What is there while the layers of one model are passed backward."""
+
+    activations: float
+    logits: float
+    made: float
+    """Gradients of a model that was passed before."""
+
+    head: float
+    """The head's gradient, which comes before the layers'."""
+
+
+def _through_layers(
+    model: Model,
+    spread: Spread,
+    sizes: Sizes,
+    layer: Layer,
+    layers: _Layers,
+    always: float,
+    resident: float,
+    gradients: float,
+    *,
+    waits: _Waits,
 ) -> list[_Instant]:
     """At the last layer, where every checkpoint is alive, and at the first, where every other
     layer's gradient is.
     """
     buffers = always + _gathered(model, sizes, spread, layers=1) + _positions(model, layer)
-    head = sizes.head_gradient
     work_set = layers.last.backward - layers.last.weight_gradients
     own = layers.last.weight_gradients
     others = 0 if layer.recomputes else layers.last.saved
     last = _Instant(
         "backward",
-        gradients=max(resident, 0.0) + head + own,
-        activations=layers.kept - others + work_set,
-        logits=0.0,
+        gradients=max(resident, waits.made) + waits.head + own,
+        activations=layers.kept - others + work_set + waits.activations,
+        logits=waits.logits,
         buffers=buffers,
     )
     share = model.num_block_parameters / model.num_parameters if layer.trains_base else 1.0
-    made = gradients * share * (1 - 1 / model.num_layers)
+    made = waits.made + gradients * share * (1 - 1 / model.num_layers)
     input_kept = layers.hidden if layer.recomputes else 0
     retained = 0.0
     if spread.retains_inputs and layer.adapted and layer.recomputes:
         retained = (layers.kept - input_kept) + layers.hidden * max(0, model.num_layers - 2)
     first = _Instant(
         "backward",
-        gradients=max(resident, made) + head + own,
-        activations=input_kept + retained + work_set,
-        logits=0.0,
+        gradients=max(resident, made) + waits.head + own,
+        activations=input_kept + retained + work_set + waits.activations,
+        logits=waits.logits,
         buffers=buffers,
     )
     return [last, first]
 
 
-def _at_step(spread: Spread, sizes: Sizes, always: float, gradients: float) -> _Instant:
+def _at_step(
+    spread: Spread, sizes: Sizes, always: float, gradients: float, policies: int
+) -> _Instant:
     """AdamW's multi-tensor form makes one more copy of what it steps; ZeRO one in float32 too."""
-    stepped = sizes.trained / spread.optimizer
+    stepped = policies * sizes.trained / spread.optimizer
     if spread.gathers == "window":
         stepped = min(stepped, SUB_GROUP)
     copy = 0.0 if spread.optimizer_away else sizes.step_copy * stepped
@@ -636,10 +707,11 @@ def _at_generation(
     """Rollouts: a KV cache of 2 * layers * kv_heads * head_dim elements a token, whole weights."""
     if work.stage not in ("ppo", "grpo"):
         return []
-    tokens = setup.micro_batch * work.seq_length  # prompt and answer
+    rows = answers_at_once(work, setup)
+    tokens = rows * work.seq_length  # prompt and answer
     cache = kv_cache_bytes(model, element=sizes.compute) * tokens
-    logits = setup.micro_batch * model.vocab_size * (sizes.compute + FLOAT32)
-    whole = _gathered(model, sizes, replace(spread, gathers="model"), layers=0)
+    logits = rows * model.vocab_size * (sizes.compute + FLOAT32)
+    whole = sizes.root + model.num_layers * sizes.layer
     gathered = 0.0 if spread.gathers == "nothing" else whole
     return [_Instant("loss", gradients, 0.0, logits, always + cache + gathered)]
 

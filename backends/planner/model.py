@@ -74,6 +74,12 @@ class Model:
     num_dense_layers: int = 0
     """Layers of a mixture model that have the plain MLP."""
 
+    left_out: tuple[str, ...] = ()
+    """Parts beside the language model that are not counted, such as ``vision``."""
+
+    quantised: str = ""
+    """How the weights are stored, where that is in less than 16 bits."""
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -227,14 +233,25 @@ def find_model(text: str) -> Model:
     architecture that is not known.
     """
     path = Path(text)
-    path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
-        return _from_file(path)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        return _from_file(file)
     known = _catalogue()
     if found := known.get(_plain(text)) or known.get(_plain(text.replace("_", "-"))):
         name, config = found
         return read_config(config, name=name)
-    raise ValueError(f"model {text!r} is neither a folder nor in the catalogue; {_nearest(text)}")
+    raise ValueError(f"model {text!r} {_missing(text, path)}")
+
+
+def _missing(text: str, path: Path) -> str:
+    """What is wrong with a model that is neither a config nor in the catalogue."""
+    if (path / "adapter_config.json").is_file():
+        return "is an adapter; give the model that it was trained on"
+    if text and path.is_dir():
+        return "is a folder without config.json; give the folder of a model"
+    if text.startswith(("/", "./", "../", "~")):
+        return "does not exist; give the folder of a model, or its name on the hub"
+    return f"is neither a folder nor in the catalogue; {_nearest(text)}"
 
 
 def known_models() -> tuple[str, ...]:
@@ -261,14 +278,52 @@ def read_config(config: HFConfig, *, name: str) -> Model:
             f"{', '.join(near)} (all: {', '.join(sorted(READERS))})"
         )
     try:
-        fields = READERS[kind](_Read(inner or config))
+        fields = READERS[kind](_Read(_text_config(config)))
     except KeyError as missing:
         raise ValueError(f"{name}: the {kind} config has no {missing}") from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    model = Model(name=name, architecture=kind, **fields)
+    model = Model(
+        name=name,
+        architecture=kind,
+        left_out=_left_out(config),
+        quantised=_quantised(config),
+        **fields,
+    )
     _check(model)
     return model
+
+
+def _text_config(config: HFConfig) -> HFConfig:
+    """The language model's own part, which may leave to the whole whether its ends are tied."""
+    inner, tied = dict(config.get("text_config") or config), "tie_word_embeddings"
+    if inner.get(tied) is None:
+        inner[tied] = config.get(tied)
+    return inner
+
+
+def _left_out(config: HFConfig) -> tuple[str, ...]:
+    """Models beside a ``text_config``, each with a config of its own."""
+    if not config.get("text_config"):
+        return ()
+    whole = {"text_config", "generation_config"}
+    parts = (k for k, v in config.items() if k.endswith("_config") and isinstance(v, Mapping))
+    return tuple(_printable(part.removesuffix("_config")) for part in parts if part not in whole)
+
+
+def _quantised(config: HFConfig) -> str:
+    """How the weights are stored, by the config of the whole or of its language model."""
+    inner = config.get("text_config") or {}
+    found = config.get("quantization_config") or inner.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return _short(found) if found else ""
+    if found.get("load_in_4bit") is True:
+        return FOUR_BIT
+    return _short(found.get("quant_method") or found)
+
+
+FOUR_BIT = "4-bit bitsandbytes"
+"""The one form of stored weights that can be trained on: by QLoRA."""
 
 
 class _Read(dict[str, Any]):

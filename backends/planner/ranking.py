@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
 from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources
 from backends.planner.hardware import GB, Machine, gib
 from backends.planner.memory import Memory, memory
-from backends.planner.model import Model
+from backends.planner.model import FOUR_BIT, Model
 from backends.planner.seconds import ADAPTERS, StepTime, accumulation, step_time
 from backends.planner.work import Setup, Work
 
@@ -72,8 +73,8 @@ class Option:
     short_by: int
     """Bytes that lack on the GPU or, where the GPU suffices, in host memory; 0 when it fits."""
 
-    short_of: Literal["GPU memory", "host memory"] | None
-    """Where they lack."""
+    short_of: Literal["GPU memory", "host memory", "memory"] | None
+    """Where they lack; CPU ranks have one memory."""
 
     why: str
     """Its place in the ranking in words; what would make it fit, where it does not."""
@@ -101,9 +102,9 @@ def options(
     nearest to fitting first. ``margin_bytes`` stands for that of ``limits``.
 
     Raises ``ValueError`` when the global batch does not divide over the ranks, when ``work``
-    contradicts itself, and when every backend is refused.
+    contradicts itself or what the model is stored in, and when every backend is refused.
     """
-    if reason := contradiction(work):
+    if reason := contradiction(work) or stored_otherwise(model, work):
         raise ValueError(reason)
     if margin_bytes is not None:
         limits = replace(limits, margin_bytes=margin_bytes)
@@ -180,7 +181,8 @@ def judge(
             f"needs {gib(need.host_bytes)} of host memory a node, and {HOST_SHARE:.0%} of "
             f"{gib(machine.host_memory_bytes)} are for it"
         )
-    short_of = "GPU memory" if gpu_lack > 0 else "host memory" if host_lack > 0 else None
+    own = "GPU memory" if machine.device == "cuda" else "memory"
+    short_of = own if gpu_lack > 0 else "host memory" if host_lack > 0 else None
     return Option(setup, accumulation(work, setup), need, time, lack == 0, int(lack), short_of, why)
 
 
@@ -367,6 +369,17 @@ def contradiction(work: Work) -> str | None:
     return None
 
 
+def stored_otherwise(model: Model, work: Work) -> str | None:
+    """Why ``work`` cannot be done on a model whose weights are stored in few bits."""
+    if not model.quantised or (model.quantised == FOUR_BIT and work.method == "qlora"):
+        return None
+    return (
+        f"{model.name}: its weights are stored quantised ({model.quantised}), and sizes and times "
+        "here are of 16 or 32 bits; give the model that it was made from, with --method qlora to "
+        "train adapters on a 4-bit base"
+    )
+
+
 def _rules(work: Work, setup: Setup) -> Iterator[tuple[bool, str]]:
     backend = setup.backend
     cpu = setup.resources.device == "cpu"
@@ -435,18 +448,22 @@ def _best(
 ) -> Option:
     """The fastest micro-batch that fits, with or without recompute; else the smallest plan.
 
-    Memory grows with the micro-batch, so the first that is too large ends the search.
+    Memory grows with the micro-batch, so the first that is too large ends the search; but the
+    largest may end accumulation, whose gradients wait, and is looked at besides.
     """
     micros = micro_batches(work, machine, limits)
     away = limits.activation_offloading
-    fitting = []
+
+    def judged(micro: int, recompute: bool) -> Option:
+        setup = _setup(backend, machine, micro, recompute, away)
+        return judge(model, work, setup, machine, limits=limits)
+
+    fitting: list[Option] = []
     for recompute in limits.recompute:
-        for micro in micros:
-            setup = _setup(backend, machine, micro, recompute, away)
-            option = judge(model, work, setup, machine, limits=limits)
-            if not option.fits:
-                break
-            fitting.append(option)
+        largest = judged(micros[-1], recompute)
+        smaller = (judged(micro, recompute) for micro in micros[:-1])
+        fitting += takewhile(lambda option: option.fits, smaller)
+        fitting += [largest] * largest.fits
     if not fitting:
         return judge(model, work, _setup(backend, machine, 1, True, away), machine, limits=limits)
     fastest = min(option.time.seconds for option in fitting)

@@ -20,7 +20,7 @@ from backends.planner.memory import (
     reduce_bytes,
 )
 from backends.planner.model import Model
-from backends.planner.work import Setup, Work
+from backends.planner.work import Setup, Work, answers_at_once
 
 PAIRS = ("dpo", "reward")
 ROLLOUTS = ("ppo", "grpo")
@@ -191,7 +191,7 @@ def step_time(model: Model, work: Work, setup: Setup, machine: Machine) -> StepT
         "compute": k * passes.total + stepped,
         "exposed_communication": k * exposed.micro + exposed.step,
         "offload": k * host.micro + host.step,
-        "generation": k * written,
+        "generation": written,
     }
     seconds = sum(parts.values())
     tokens = work.global_batch * row_tokens(work) / setup.world_size
@@ -628,14 +628,15 @@ def _zero_offload(
 
 
 def generation(model: Model, work: Work, setup: Setup, machine: Machine) -> float:
-    """Seconds to write a micro-batch's answers token by token: reading weights and cache binds. Of
-    answers that are learned from several times, one time's share.
+    """Seconds to write an optimizer step's answers token by token: reading weights and cache binds.
+    Of answers that are learned from several times, one time's share.
 
     The weights are gathered once and stay; every token reads them and the cache of its rows.
     """
     if work.stage not in ROLLOUTS:
         return 0.0
-    rows = setup.micro_batch
+    rows = answers_at_once(work, setup)
+    times = work.global_batch / setup.world_size / rows  # of PPO a rollout covers several steps
     width = compute_bytes(work)
     visited = min(model.num_parameters, model.num_active_parameters * rows)
     share = visited / model.num_parameters
@@ -647,7 +648,7 @@ def generation(model: Model, work: Work, setup: Setup, machine: Machine) -> floa
         met = min(model.num_experts, model.num_active_experts * rows)
         launch += EXPERT_LAUNCH * model.num_mixture_layers * met
     unpack = _dequantisation(model, work, machine)
-    return work.new_tokens * max(read + unpack, products, launch) / work.passes
+    return times * work.new_tokens * max(read + unpack, products, launch) / work.passes
 
 
 def _binds(

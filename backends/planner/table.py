@@ -9,7 +9,8 @@ from backends.planner.explain import Rule
 from backends.planner.hardware import GB, GIB, TERA, Machine, gib
 from backends.planner.model import Model
 from backends.planner.ranking import HOST_SHARE, Option, describe, reserved_bytes
-from backends.planner.work import Work
+from backends.planner.seconds import ADAPTERS
+from backends.planner.work import OWN_LOSS, Work
 
 WIDTH = 160
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -104,7 +105,7 @@ def as_object(
         "binds": time.binds,
         "why": option.why,
         "assumed": suppositions(model, work, machine),
-        "warnings": warnings(model, work),
+        "warnings": warnings(model, work, machine),
     }
 
 
@@ -122,21 +123,26 @@ def _wrapped(text: str) -> str:
 
 def _question(model: Model, work: Work, machine: Machine) -> str:
     active = model.num_active_parameters
-    size = f"{model.num_parameters / GB:.2f}e9 parameters"
-    size += f", {active / GB:.2f}e9 active" if active != model.num_parameters else ""
+    size = f"{_count(model.num_parameters)} parameters"
+    size += f", {_count(active)} active" if active != model.num_parameters else ""
     method = work.method if work.method == "full" else f"{work.method} rank {work.lora_rank}"
     reference = f", reference {work.reference}" if work.reference else ""
+    loss = "" if work.stage in OWN_LOSS else f", {work.loss} loss"
     lines = [
-        f"{model.name} ({size}): {work.stage}, {method}, {work.precision}, {work.optimizer}, "
-        f"{work.loss} loss{reference}",
+        f"{model.name} ({size}): {work.stage}, {method}, {work.precision}, {work.optimizer}{loss}"
+        f"{reference}",
         f"{work.global_batch} rows of {work.seq_length} tokens a step on {machine.name}, "
         f"{gib(machine.gpu.memory_bytes)} and {machine.gpu.flops / TERA:.3g} TFLOP/s each",
     ]
     supposed = "; ".join(suppositions(model, work, machine))
     lines.append(textwrap.fill(f"supposed: {supposed}", WIDTH, subsequent_indent="    "))
-    for warning in warnings(model, work):
+    for warning in warnings(model, work, machine):
         lines.append(textwrap.fill(f"warning: {warning}", WIDTH, subsequent_indent="    "))
     return "\n".join(lines)
+
+
+def _count(number: int) -> str:
+    return f"{number / GB:.2f}e9" if number >= 1e7 else f"{number / 1e6:.2f}e6"
 
 
 def suppositions(model: Model, work: Work, machine: Machine) -> list[str]:
@@ -155,9 +161,24 @@ def suppositions(model: Model, work: Work, machine: Machine) -> list[str]:
     return found
 
 
-def warnings(model: Model, work: Work) -> list[str]:
-    """What may be meant, and is more likely a slip."""
+def warnings(model: Model, work: Work, machine: Machine) -> list[str]:
+    """What may be meant, and is more likely a slip; what the answer leaves out."""
     found = []
+    if model.left_out:
+        found.append(
+            f"not counted: {' and '.join(model.left_out)} of {model.name}, neither weights nor work"
+        )
+    narrow = min(model.hidden_size, model.query_width, model.kv_width)
+    if work.method in ADAPTERS and work.lora_rank > narrow:
+        found.append(
+            f"adapters of rank {work.lora_rank} are wider than what they adapt, {narrow} channels "
+            "at the narrowest"
+        )
+    if machine.gpu.flops > machine.gpu.peak_flops:
+        found.append(
+            f"{machine.gpu.flops / TERA:.3g} TFLOP/s are more than the {machine.gpu.name}'s data "
+            f"sheet promises, {machine.gpu.peak_flops / TERA:.3g}"
+        )
     if work.seq_length > model.max_positions:
         found.append(
             f"rows of {work.seq_length} tokens are longer than the {model.max_positions} positions "

@@ -13,6 +13,12 @@ Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 Experts = Literal["loop", "grouped"]
 Reference = Literal["resident", "adapter_base", "cached"]
 
+OWN_LOSS = ("reward", "ppo")
+"""Stages that compute their loss in one way: from scores, and from an answer's whole logits."""
+
+PPO_WRITES = 4
+"""Micro-batches whose answers PPO writes at once."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -119,3 +125,11 @@ class Setup:
     def micro_batch(self) -> int:
         assert self.resources.micro_batch_size is not None, "a setup names its micro-batch"
         return self.resources.micro_batch_size
+
+
+def answers_at_once(work: Work, setup: Setup) -> int:
+    """Answers that a rank of an RL stage writes together: TRL's GRPO all of an optimizer step's
+    (``steps_per_generation`` is the accumulation), PPO those of some micro-batches."""
+    if work.stage == "grpo":
+        return max(setup.micro_batch, work.global_batch // setup.world_size)
+    return PPO_WRITES * setup.micro_batch

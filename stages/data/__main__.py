@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(page.text(found, colour=sys.stdout.isatty()))
             every.append(found)
         if given.html:
-            if not given.html.parent.is_dir():
-                raise StageError(f"--html {given.html}: no such folder; make it first")
+            if given.html.is_dir() or not given.html.parent.is_dir():
+                raise StageError(f"--html {given.html}: name a file in a folder that there is")
             write_atomically(given.html, page.html(every))
             sys.stdout.write(f"page: {given.html}\n")
-    except StageError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has read enough, and nothing may be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (StageError, OSError) as error:  # a file that may not be read, a full disk
         sys.stderr.write(f"{page.visible(str(error))}\n")
         return 1
-    return int(any(found.tally.counts or inspection.refused(found) for found in every))
+    return int(any(inspection.is_faulty(found) for found in every))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,11 +1,14 @@
 """What the columns of a data set are called, where they are not called what we call them."""
 
+import json
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
 
 from configs import Config
+from stages.data.places import Cell
 
 
 class Columns(Config):
@@ -78,7 +81,7 @@ class Columns(Config):
     """Further names of the system's role."""
 
     ignored: tuple[str, ...] = ()
-    """Columns that may be left unread although they carry content."""
+    """Columns, and keys of turns, that are left unread although they carry content."""
 
 
 FIELDS = tuple(
@@ -95,19 +98,26 @@ def unmatched(columns: Columns, rows: Iterable[Any]) -> set[str]:
     roles: set[str] = set()
     for row in rows:
         heads |= row.keys()
-        for cell in row.values():
-            for turn in cell if isinstance(cell, list) else ():
-                if isinstance(turn, dict):
-                    keys |= turn.keys()
-                    roles |= {said.lower() for said in turn.values() if isinstance(said, str)}
+        for turn in (turn for cell in row.values() for turn in _turns(cell)):
+            keys |= turn.keys()
+            roles |= {said.strip().lower() for said in turn.values() if isinstance(said, str)}
     wrong = {f"{field}={name}" for field, name in given(columns).items() if name not in heads}
-    wrong |= {f"ignored={name}" for name in columns.ignored if name not in heads}
+    wrong |= {f"ignored={name}" for name in columns.ignored if name not in heads | keys}
     for field in ("role", "content"):
         name = getattr(columns, field)
         wrong |= {f"{field}={name}"} if name and name not in keys else set()
     for field in ("user_roles", "assistant_roles", "system_roles"):
         wrong |= {f"{field}={x}" for x in getattr(columns, field) if x.strip().lower() not in roles}
     return wrong
+
+
+def _turns(cell: Any) -> list[dict[str, Any]]:
+    """What may be turns in a cell, a table's JSON included."""
+    if isinstance(cell, Cell):
+        with suppress(ValueError, RecursionError):
+            cell = json.loads(cell)
+    found = cell if isinstance(cell, list) else [cell]
+    return [turn for turn in found if isinstance(turn, dict)]
 
 
 def given(columns: Columns | None) -> dict[str, str]:

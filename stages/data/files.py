@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 
 from stages import tree
 from stages.base import StageError
+from stages.data.rules import writable
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst", ".zstd")
@@ -91,7 +92,11 @@ def left_out(source: Path) -> list[str]:
 
 
 def require_known(file: DataFile) -> None:
-    """Raise :class:`StageError` for a kind of file that is not read here."""
+    """Raise :class:`StageError` for a kind of file that is not read here, and for a name that no
+    report can hold."""
+    shown = writable(file.shown)
+    if shown != file.shown:
+        raise StageError(f"{shown}: the name is not UTF-8; rename the file")
     if file.kind not in KINDS:
         raise StageError(
             f"{file.shown}: cannot read this kind of file; convert it to one of "

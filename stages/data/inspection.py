@@ -89,10 +89,7 @@ def look(
         else shapes.detect(objects, accepted=KINDS[1:], named=columns)
     )
     if objects and found.form is None:
-        raise StageError(
-            f"{file.shown}: the columns {', '.join(objects[0]) or '(none)'} fit no known shape "
-            f"({shapes.known(KINDS)})"
-        )
+        raise StageError(f"{file.shown}: {shapes.misfit(objects[0], KINDS)}")
     seen: set[bytes] = set()
     for record in chain(sample, records):
         if found.num_rows == limit:
@@ -110,10 +107,14 @@ def look(
     return found
 
 
+def is_faulty(found: Findings) -> bool:
+    """Whether a row is faulty, a column with content would be lost, or there are no rows at all."""
+    return bool(found.tally.counts or refused(found) or not found.num_rows)
+
+
 def refused(found: Findings) -> list[str]:
     """Unread columns that carry part of a row, for which prepare_data would refuse the file."""
-    ignored = found.form.ignored if found.form else frozenset()
-    return sorted((shapes.CONTENT & set(found.unread)) - ignored)
+    return shapes.lost(found.unread, found.form) if found.form else []
 
 
 def _note(
@@ -224,6 +225,8 @@ def facts(found: Findings) -> list[tuple[str, str]]:
 
 def problems(found: Findings) -> list[tuple[str, int, str]]:
     """Rule, number and first places of what is wrong, the most frequent first."""
+    if not found.num_rows:
+        return [("no rows", 0, "the file is empty, or is a header alone")]
     return [
         (rule, number, "; ".join(f"{place} {detail}" for place, detail in found.tally.first[rule]))
         for rule, number in found.tally.counts.most_common()

@@ -1,6 +1,7 @@
 """Which tokens of a rendered conversation are the assistant's, verified turn by turn."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -63,6 +64,8 @@ class Cut:
 
     num_special: int
     tail: str
+    num_in_all: int
+    """Special tokens in the whole text."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,11 @@ class Rendered:
 
     text: str
     trained: Sequence[bool]
+    answers: Sequence[str]
+    """What each of them says."""
+
     cuts: list[Cut | None]
-    """For each answer; ``None`` where what precedes it in training is not its prompt."""
+    """For each answer; ``None`` where its prompt has to be tokenised by itself."""
 
     prompts: list[str]
     """For each answer what precedes it at inference; for a marked template what precedes it."""
@@ -149,8 +155,8 @@ def _by_prefixes(
     ]
     _verify_text(template, talk, answers, prompts, whole)
     _verify_turns(turns, whole)
-    cuts = [_cut(template, one) if whole.startswith(one) else None for one in prompts]
-    return Rendered(whole, trained, cuts, prompts, prompts[-1])
+    said = [turns[index]["content"] for index in answers]
+    return Rendered(whole, trained, said, _cuts(template, whole, prompts), prompts, prompts[-1])
 
 
 def _by_marks(
@@ -158,28 +164,34 @@ def _by_marks(
 ) -> Rendered:
     """The template says where the answers are; that their texts stand there is checked."""
     whole, marks = templates.render_marked(template, talk.turns, tools=talk.tools)
-    marks = marks[-len(answers) :]
-    if len(marks) < len(answers):
-        detail = f"{len(marks)} generation marks for {len(answers)} assistant turns"
+    num_turns = sum(turn["role"] == "assistant" for turn in talk.turns)
+    if not len(answers) <= len(marks) <= num_turns:
+        detail = f"{len(marks)} generation marks for {num_turns} assistant turns"
         raise RowError("answer_rewritten", detail)
+    marks = marks[-len(answers) :]
     _verify_tools(talk, whole)
     ends = [*(start for start, _ in marks[1:]), len(whole)]
     for index, (start, _), end in zip(answers, marks, ends, strict=True):
         _verify_answer(template, talk.turns[index], index, whole[start:end])
     _verify_turns(talk.turns, whole)
     before = [whole[:start] for start, _ in marks]
+    said = [talk.turns[index]["content"] for index in answers]
     prompt = templates.render(template, talk.turns[: answers[-1]], tools=talk.tools, to_answer=True)
-    return Rendered(whole, trained, [_cut(template, one) for one in before], before, prompt)
+    return Rendered(whole, trained, said, _cuts(template, whole, before), before, prompt)
 
 
-def _cut(template: Template, prompt: str) -> Cut | None:
-    """``prompt``'s end as seen from its last special token."""
+def _cuts(template: Template, whole: str, prompts: Sequence[str]) -> list[Cut | None]:
+    """The end of each prompt with which ``whole`` begins, as seen from its last special token."""
     if not template.splits or template.special is None:
-        return None
-    number = end = 0
-    for found in template.special.finditer(prompt):
-        number, end = number + 1, found.end()
-    return Cut(number, prompt[end:]) if number else None
+        return [None] * len(prompts)
+    ends = [found.end() for found in template.special.finditer(whole)]
+    numbers = [
+        bisect_right(ends, len(prompt)) if whole.startswith(prompt) else 0 for prompt in prompts
+    ]
+    return [
+        Cut(number, prompt[ends[number - 1] :], len(ends)) if number else None
+        for number, prompt in zip(numbers, prompts, strict=True)
+    ]
 
 
 def _verify_text(
@@ -209,10 +221,11 @@ def _verify_answer(template: Template, turn: Turn, index: int, shown: str) -> No
     content = turn["content"].strip()
     if content not in shown:
         raise RowError("answer_rewritten", f"turn {index} is rendered without its text")
-    stop = template.stops.search(shown) if template.stops else None
-    if stop and content not in shown[: stop.start()]:
-        raise RowError("answer_cut", f"turn {index} goes on behind the stop token {stop[0]!r}")
-    _verify_calls(turn, index, shown[: stop.start()] if stop else shown)
+    stops = [(at, stop) for stop in template.stops if (at := shown.find(stop)) >= 0]
+    end, stop = min(stops, default=(len(shown), ""))
+    if content not in shown[:end]:
+        raise RowError("answer_cut", f"turn {index} goes on behind the stop token {stop!r}")
+    _verify_calls(turn, index, shown[:end])
 
 
 def _verify_calls(turn: Turn, index: int, shown: str) -> None:
@@ -259,6 +272,7 @@ def _verify_turns(turns: Sequence[Turn], whole: str) -> None:
     Thoughts at the start of an earlier answer may be left out, as reasoning models' templates do.
     """
     place = 0
+    last = len(turns) - 1
     for index, turn in enumerate(turns):
         said = turn["content"].strip()
         if turn["role"] == "system":
@@ -272,11 +286,24 @@ def _verify_turns(turns: Sequence[Turn], whole: str) -> None:
             forms += [said.rpartition("</think>")[2].strip()]
         if "tool_calls" in turn:
             _verify_calls(turn, index, whole[place:])
+        if index == last and "reasoning_content" in turn:
+            _verify_thoughts(turn, index, whole[place:])
         found = [at + len(form) for form in forms if (at := whole.find(form, place)) >= 0]
         if not found:
             detail = f"the text of turn {index} ({turn['role']}) is missing or out of its place"
             raise RowError("turn_not_rendered", detail)
         place = min(found)
+
+
+def _verify_thoughts(turn: Turn, index: int, shown: str) -> None:
+    thoughts = turn["reasoning_content"].strip()
+    at = shown.find(thoughts)
+    if at < 0 or turn["content"].strip() not in shown[at + len(thoughts) :]:
+        raise RowError(
+            "thoughts_not_rendered",
+            f"turn {index} is rendered without its thoughts ({thoughts[:40]!r}); use a template "
+            "that shows reasoning_content, or set prepare_data.config.columns.ignored to their key",
+        )
 
 
 def _num_common(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
@@ -292,25 +319,29 @@ def _num_common(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
 def _masked(
     template: Template, rendered: Rendered, ids: list[int], tails: Tails
 ) -> Masked | RowError:
+    try:
+        return _verified(template, rendered, ids, tails)
+    except RowError as fault:
+        return fault
+
+
+def _verified(template: Template, rendered: Rendered, ids: list[int], tails: Tails) -> Masked:
     import numpy as np
 
     if len(ids) > 1 and ids[0] == ids[1] == template.tokenizer.bos_token_id:
-        return RowError("two_bos", "the rendering begins with two BOS tokens")
+        raise RowError("two_bos", "the rendering begins with two BOS tokens")
     array = np.array(ids, dtype=np.int32)
-    special = template.is_special[array].nonzero()[0].tolist()
-    shift = int(template.leading_bos is not None and _bos_was_set(template, rendered))
-    prompt_ids = [
-        _prompt_ids(template, cut, prompt, ids, special, shift, tails)
-        for cut, prompt in zip(rendered.cuts, rendered.prompts, strict=True)
-    ]
-    starts = [_num_common(one, ids) for one in prompt_ids]
+    prompts = _prompts(template, rendered, array, tails)
+    starts = [first + _num_common(own, ids[first : first + len(own)]) for first, own in prompts]
     ends = _ends(template, array, starts)
-    if isinstance(ends, RowError):
-        return ends
-    last = prompt_ids[-1]
+    _verify_plain_stops(template, rendered, array, list(zip(starts, ends, strict=True)))
+    first, own = prompts[-1]
+    last = trained_behind = [*ids[:first], *own]
     if rendered.last_prompt != rendered.prompts[-1]:
         last = templates.encode(template, [rendered.last_prompt])[0]
-    same = all(len(one) == start for one, start in zip(prompt_ids, starts, strict=True))
+    same = all(
+        first + len(own) == start for (first, own), start in zip(prompts, starts, strict=True)
+    )
     whole = array[: ends[-1]]
     return Masked(
         ids=whole,
@@ -318,9 +349,27 @@ def _masked(
         prompt_ids=(
             whole[: starts[-1]] if len(last) == starts[-1] else np.array(last, dtype=np.int32)
         ),
-        same_context=same and last == prompt_ids[-1],
+        same_context=same and last == trained_behind,
         trained=rendered.trained,
     )
+
+
+def _prompts(
+    template: Template, rendered: Rendered, ids: "np.ndarray", tails: Tails
+) -> list[tuple[int, list[int]]]:
+    """The prompt of each answer, as so many of ``ids`` and then ids of its own.
+
+    Where ids are special that no special token's text became, as the unknown token is, a cut tells
+    nothing.
+    """
+    shift = int(template.leading_bos is not None and _bos_was_set(template, rendered))
+    special = template.is_special[ids].nonzero()[0][shift:].tolist()
+    return [
+        (special[cut.num_special - 1] + 1, tails.known[cut.tail])
+        if cut and cut.num_in_all == len(special)
+        else (0, templates.encode(template, [prompt])[0])
+        for cut, prompt in zip(rendered.cuts, rendered.prompts, strict=True)
+    ]
 
 
 def _bos_was_set(template: Template, rendered: Rendered) -> bool:
@@ -331,22 +380,7 @@ def _bos_was_set(template: Template, rendered: Rendered) -> bool:
     )
 
 
-def _prompt_ids(
-    template: Template,
-    cut: Cut | None,
-    prompt: str,
-    ids: list[int],
-    special: Sequence[int],
-    shift: int,
-    tails: Tails,
-) -> list[int]:
-    """The ids of ``prompt``, out of ``ids`` where it is the beginning of the same text."""
-    if cut is None:
-        return templates.encode(template, [prompt])[0]
-    return [*ids[: special[cut.num_special - 1 + shift] + 1], *tails.known[cut.tail]]
-
-
-def _ends(template: Template, ids: "np.ndarray", starts: Sequence[int]) -> list[int] | RowError:
+def _ends(template: Template, ids: "np.ndarray", starts: Sequence[int]) -> list[int]:
     """Where each span ends: behind the first stop token, which must come before the next span."""
     stops = template.is_stop[ids].nonzero()[0]
     found = stops.searchsorted(starts).tolist()
@@ -354,6 +388,31 @@ def _ends(template: Template, ids: "np.ndarray", starts: Sequence[int]) -> list[
     for place, (start, following) in zip(found, pairwise([*starts, len(ids)]), strict=True):
         end = int(stops[place]) + 1 if place < len(stops) else following + 1
         if end > following:
-            return RowError("no_stop_token", f"none between the tokens {start} and {following}")
+            raise RowError("no_stop_token", _closing(template, ids[start:following]))
         ends.append(end)
     return ends
+
+
+def _closing(template: Template, ids: "np.ndarray") -> str:
+    """With what an answer is closed that has no stop token."""
+    unknown = template.tokenizer.unk_token_id
+    special = [one for one in ids[template.is_special[ids]].tolist() if one != unknown]
+    if not special:
+        return "the template closes an answer with no special token"
+    token = template.tokenizer.convert_ids_to_tokens(special[0])
+    return (
+        f"the template closes an answer with {token!r}, which ends no generation; add its id "
+        f"{special[0]} to eos_token_id in the model's generation_config.json"
+    )
+
+
+def _verify_plain_stops(
+    template: Template, rendered: Rendered, ids: "np.ndarray", spans: Sequence[tuple[int, int]]
+) -> None:
+    """An answer that ends where ordinary text ends generation is nevertheless whole."""
+    for said, (start, end) in zip(rendered.answers, spans, strict=True):
+        if template.plain_stops and int(ids[end - 1]) in template.plain_stops:
+            shown = template.tokenizer.decode(ids[start:end].tolist())
+            if said.strip() not in shown:
+                detail = f"an answer goes on behind {shown[-1:]!r}, which ends generation"
+                raise RowError("answer_cut", detail)

@@ -25,7 +25,7 @@ def text(found: Findings, *, colour: bool = False) -> str:
     out = [found.file.shown, *(f"  {name:<11} {visible(value)}" for name, value in facts(found))]
     for rule, number, places in problems(found):
         out.append(f"  problem     {visible(rule)} {number:,}: {visible(places)}")
-    if not found.tally.counts and not found.unread:
+    if not problems(found):
         out.append("  problems    none")
     for place, marked in found.samples:
         out += [f"  -- {place}", *(f"  | {line}" for line in _sample(marked, colour).split("\n"))]

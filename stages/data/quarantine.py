@@ -11,7 +11,7 @@ from typing import Any
 from stages.base import StageError
 from stages.data import lines
 from stages.data.places import Place
-from stages.data.rules import RowError
+from stages.data.rules import RowError, writable
 
 NAME = "quarantine.jsonl"
 EXCERPT = 200
@@ -51,7 +51,7 @@ def opened(out: Path) -> Iterator[Keep]:
     The file gets its name when the context ends, also with an error: it says why.
     """
     partial = out / f"{NAME}.partial"
-    with partial.open("w", encoding="utf-8") as file:
+    with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
 
         def keep(kind: str, place: Place, fault: RowError, value: Any) -> None:
             spot = {"row": place.row} if place.line is None else {"line": place.line}
@@ -73,7 +73,7 @@ def excerpt(value: Any) -> str:
         shown = value if isinstance(value, str) else _dump(value)
     except RecursionError:
         shown = "(nested too deeply to show)"
-    return shown[:EXCERPT].encode(errors="backslashreplace").decode()
+    return writable(shown[:EXCERPT])
 
 
 def _dump(value: Any) -> str:

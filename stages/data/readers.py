@@ -82,7 +82,7 @@ def _read_lines(stream: BinaryIO, file: DataFile) -> Iterator[Record]:
 
 def _record(line: bytes, place: Place) -> Record:
     try:
-        return Record(place, lines.load(line))
+        return _parsed(line, lines.load(line), place)
     except UnicodeDecodeError as error:
         shown = line.decode(errors="backslashreplace")
         return Record(place, shown, RowError("invalid_utf8", str(error)))
@@ -90,12 +90,19 @@ def _record(line: bytes, place: Place) -> Record:
         return Record(place, line.decode(), RowError("invalid_json", str(error)))
 
 
+def _parsed(content: bytes, value: Any, place: Place) -> Record:
+    """A row; one in which an object names a key twice has lost what stood there first."""
+    key = lines.repeated_key(content, value)
+    fault = RowError("repeated_key", f"an object has the key {key!r} twice") if key else None
+    return Record(place, value, fault)
+
+
 def _read_array(stream: BinaryIO, file: DataFile) -> Iterator[Record]:
     text = _Text(stream, file)
     text.expect("[")
     row = 0
     while not (row == 0 and text.accept("]")):
-        yield Record(Place(file.name, row=row), text.value())
+        yield text.record(Place(file.name, row=row))
         row += 1
         if text.accept("]"):
             break
@@ -107,8 +114,7 @@ def _read_array(stream: BinaryIO, file: DataFile) -> Iterator[Record]:
 def _read_stream(stream: BinaryIO, file: DataFile) -> Iterator[Record]:
     text = _Text(stream, file)
     while not text.at_end():
-        line = text.line
-        yield Record(Place(file.name, line=line), text.value())
+        yield text.record(Place(file.name, line=text.line))
 
 
 class _Text:
@@ -141,7 +147,7 @@ class _Text:
         if not self.accept(mark):
             raise self.fault(f"Expecting {mark!r}", self.position)
 
-    def value(self) -> Any:
+    def record(self, place: Place) -> Record:
         """The next JSON value."""
         self.at_end()
         while True:
@@ -161,8 +167,9 @@ class _Text:
                 raise StageError(f"{where}: nested too deeply to be a row") from None
             if end == len(self.window) and self._more():  # a number may go on
                 continue
+            content = self.window[self.position : end].encode(errors="surrogatepass")
             self._advance(end)
-            return value
+            return _parsed(content, value, place)
 
     def fault(self, what: str, position: int) -> StageError:
         self._advance(position)

@@ -7,6 +7,7 @@ RULES = {
     "invalid_json": "the line is not JSON",
     "invalid_utf8": "the line is not UTF-8 text",
     "wrong_number_of_cells": "a line of a table has as many cells as the header",
+    "repeated_key": "an object in a row names each of its keys once",
     "not_an_object": "a row is a JSON object with named columns",
     "missing_column": "a column that the shape needs is absent or null",
     "not_turns": "a turn is an object with role and content (or from and value)",
@@ -39,6 +40,7 @@ RULES = {
     "history_rewritten": "the template renders earlier turns as they are, whatever follows",
     "turn_not_rendered": "the text of every turn is in the rendering, in the turns' order",
     "answer_rewritten": "the template renders an assistant turn with its text",
+    "thoughts_not_rendered": "the template shows the thoughts of the last answer",
     "answer_cut": "the whole answer stands before its first stop token",
     "special_token_in_text": "no text holds a special token, which it would become",
     "two_bos": "the rendering begins with one BOS token at most",
@@ -59,6 +61,11 @@ class RowError(ValueError):
 
     def __reduce__(self) -> tuple[type["RowError"], tuple[str, str]]:
         return RowError, (self.rule, self.detail)  # to pass from one process to another
+
+
+def writable(said: str) -> str:
+    """``said`` as UTF-8 can hold it: halves of surrogate pairs are written out."""
+    return said.encode(errors="backslashreplace").decode()
 
 
 def text(value: Any, *, column: str) -> str:

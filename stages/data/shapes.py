@@ -11,8 +11,8 @@ from stages.data import columns, conversations, turns
 from stages.data.columns import Columns
 from stages.data.conversations import Canonical, Kind
 from stages.data.places import Cell
-from stages.data.rules import RowError, text
-from stages.data.turns import Dialect, Turn
+from stages.data.rules import RowError, text, writable
+from stages.data.turns import EMPTY, Dialect, Turn
 
 Raw = Mapping[str, Any]
 Read = Callable[[Raw, Dialect], Canonical]
@@ -22,9 +22,14 @@ SAMPLE = 100
 
 CONTENT = frozenset(
     ("context", "contexts", "passage", "input", "history", "system", "system_prompt", "tools",
-     "functions", "reasoning", "reasoning_content", "thinking", "chain_of_thought", "label")
+     "functions", "reasoning", "reasoning_content", "thinking", "chain_of_thought", "label",
+     "image", "images", "video", "videos", "audio", "audios", "documents", "role",
+     "chat_template_kwargs")
 )  # fmt: skip
 """Columns that carry part of a row by their name: one that a shape has no place for is refused."""
+
+CONTENT_OF_TURNS = CONTENT | {"tool_calls", "function_call", "loss_mask", "mask", "train_detail"}
+"""Keys of turns of which the same holds."""
 
 SECOND = {"system": "system_prompt", "tools": "functions"}
 """Second names of columns that every shape may have."""
@@ -56,8 +61,6 @@ class Form:
     """Field to column, where the two differ."""
 
     dialect: Dialect = turns.PLAIN
-    ignored: frozenset[str] = frozenset()
-    """Columns that may be left unread although they carry content."""
 
     @cached_property
     def read(self) -> frozenset[str]:
@@ -96,30 +99,48 @@ def _form(shape: str, renamed: dict[str, str], rows: Sequence[Any], named: Colum
         for field, column in SECOND.items()
         if field in may and field not in renamed and column in held and field not in held
     }
-    ignored = frozenset(named.ignored if named else ())
-    second = {field: column for field, column in second.items() if column not in ignored}
-    return Form(shape, renamed | second, turns.dialect(named), ignored)
+    dialect = turns.dialect(named)
+    second = {field: column for field, column in second.items() if column not in dialect.ignored}
+    return Form(shape, renamed | second, dialect)
 
 
-EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Cells that say nothing."""
+IN_TURNS = "[]."
+"""Stands between a column of turns and one of their keys."""
 
 
 def unread(row: Any, form: Form) -> list[str]:
-    """The columns of ``row`` that hold something and that ``form`` does not read."""
+    """The columns of ``row`` that hold something and that ``form`` does not read, and the keys of
+    its turns, as ``messages[].name``."""
     if not isinstance(row, dict):
         return []
-    return [c for c in row.keys() - form.read if row[c] not in EMPTY]
+    said = [(c, row[c]) for c in form.read & row.keys() if not _is_plain(row[c])]
+    keys = [f"{c}{IN_TURNS}{key}" for c, cell in said for key in turns.unread(cell, form.dialect)]
+    columns = [c for c in row.keys() - form.read if row[c] not in EMPTY]
+    return [writable(name) for name in (*columns, *keys)]
+
+
+def _is_plain(cell: Any) -> bool:
+    return cell is None or type(cell) is str
+
+
+def lost(columns: Iterable[str], form: Form) -> list[str]:
+    """Those of the unread ``columns`` that carry part of a row, but for the ignored ones."""
+
+    def carries(column: str) -> bool:
+        _, in_turns, key = column.rpartition(IN_TURNS)
+        return key in (CONTENT_OF_TURNS if in_turns else CONTENT) - form.dialect.ignored
+
+    return sorted(filter(carries, columns))
 
 
 def refuse_content(columns: Iterable[str], form: Form, *, shown: str) -> None:
     """Raise :class:`StageError` for unread columns that carry part of a row."""
-    lost = sorted((CONTENT & set(columns)) - form.ignored)
-    if lost:
+    if refused := lost(columns, form):
+        keys = ", ".join(column.rpartition(IN_TURNS)[2] for column in refused)
         raise StageError(
-            f"{shown}: {form.shape} rows have no place for the column {', '.join(lost)}; put it "
+            f"{shown}: {form.shape} rows have no place for the column {', '.join(refused)}; put it "
             "into a column that they have, or set prepare_data.config.columns: "
-            f"{{ignored: [{', '.join(lost)}]}} to leave it unread"
+            f"{{ignored: [{keys}]}} to leave it unread"
         )
 
 
@@ -172,13 +193,14 @@ def canonical(row: Any, form: Form) -> Canonical:
     return read
 
 
-def known(kinds: Iterable[Kind]) -> str:
-    """The shapes of ``kinds`` with their columns, for a message."""
-    return "; ".join(
+def misfit(row: Raw, kinds: Iterable[Kind]) -> str:
+    """What to say of rows like ``row`` that fit no shape of ``kinds``."""
+    known = "; ".join(
         f"{name}: {', '.join(shape.fields)}"
         for name, shape in SHAPES.items()
         if shape.kind in kinds
     )
+    return f"the columns {writable(', '.join(row)) or '(none)'} fit no known shape ({known})"
 
 
 # --- conversations

@@ -1,7 +1,7 @@
 """Rows out of tables, one at a time: CSV, TSV, Parquet and Arrow files."""
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -13,6 +13,9 @@ from stages.data.rules import RowError
 
 BATCH = 512
 """Rows of a binary table that are held at a time."""
+
+ENDS = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+"""What a stream of Arrow closes with."""
 
 
 def read_delimited(file: DataFile, tick: Tick, *, delimiter: str) -> Iterator[Record]:
@@ -61,11 +64,16 @@ def _header(file: DataFile, rows: Any) -> list[str]:
     header = [name.strip() for name in cells or []]
     if len(header) > 1 and not header[0]:
         header[0] = "Unnamed: 0"
+    _require_names(f"{file.shown}:1", header)
+    return header
+
+
+def _require_names(place: str, header: Sequence[str]) -> None:
+    """Raise :class:`StageError` for columns that cannot be told apart."""
     if len(set(header)) < len(header) or not all(header):
         raise StageError(
-            f"{file.shown}:1: the header must name every column once, not {', '.join(header)}"
+            f"{place}: the header must name every column once, not {', '.join(header)}"
         )
-    return header
 
 
 def _record(place: Place, header: list[str], cells: list[str]) -> Record:
@@ -85,6 +93,7 @@ def read_parquet(file: DataFile, tick: Tick) -> Iterator[Record]:
 
     def batches(source: Any) -> Iterator[Any]:
         table = pyarrow.parquet.ParquetFile(source)
+        _require_names(file.shown, table.schema_arrow.names)
         for batch in table.iter_batches(batch_size=BATCH):
             tick(file.path.stat().st_size * len(batch) // max(1, table.metadata.num_rows))
             yield batch
@@ -103,12 +112,25 @@ def read_arrow(file: DataFile, tick: Tick) -> Iterator[Record]:
             table = pyarrow.ipc.open_file(source)
             found = (table.get_batch(index) for index in range(table.num_record_batches))
         else:
-            found = iter(pyarrow.ipc.open_stream(source))
+            table = pyarrow.ipc.open_stream(source)
+            found = iter(table)
+        _require_names(file.shown, table.schema.names)
         for batch in found:
             tick(batch.nbytes)
             yield from (batch.slice(start, BATCH) for start in range(0, len(batch), BATCH))
+        if magic != b"ARROW1":
+            _require_end(source)
 
     return _rows(file, tick, "Arrow", batches)
+
+
+def _require_end(source: Any) -> None:
+    """Raise ``OSError`` for a stream that is cut between two batches, or that more follows: pyarrow
+    takes both for its end."""
+    end = source.tell()
+    source.seek(max(0, end - len(ENDS)))
+    if source.read(len(ENDS) + 1) != ENDS:
+        raise OSError("it does not close as a stream does, so rows may be missing")
 
 
 def _rows(

@@ -3,7 +3,7 @@
 import datetime
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -51,8 +51,11 @@ class Template:
     is_stop: "np.ndarray"
     """For each id whether it ends generation."""
 
-    stops: re.Pattern[str] | None
-    """Finds the text of a stop token."""
+    plain_stops: frozenset[int]
+    """Stop ids that ordinary text becomes, such as a line break's."""
+
+    stops: tuple[str, ...]
+    """Texts of the stop tokens that are special."""
 
     hints: tuple[str, ...]
     """First characters of the special tokens' texts: a text without them holds no such token."""
@@ -108,6 +111,8 @@ def load(folder: Path, *, date: datetime.date | None = None) -> Template:
     """The template of the checkpoint in ``folder``. Raises :class:`StageError`, never downloads."""
     from transformers import AutoTokenizer
 
+    if not folder.is_dir():
+        raise StageError(f"{folder}: no such folder; give the one that holds the tokenizer's files")
     for name in JSON_FILES:
         _read_json(folder / name)
     try:
@@ -126,8 +131,8 @@ def load(folder: Path, *, date: datetime.date | None = None) -> Template:
     if tokenizer.is_fast:  # a tokenizer.json may carry settings that cut or fill every text
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
-    texts = _special_texts(tokenizer)
-    ends = sorted({str(tokenizer.convert_ids_to_tokens(one)) for one in stop_ids} & set(texts))
+    texts = _special_texts(tokenizer, stop_ids)
+    stops = sorted({str(tokenizer.convert_ids_to_tokens(one)) for one in stop_ids} & set(texts))
     return Template(
         folder,
         tokenizer,
@@ -136,7 +141,8 @@ def load(folder: Path, *, date: datetime.date | None = None) -> Template:
         special=re.compile("|".join(map(re.escape, texts))) if texts else None,
         is_special=_table(tokenizer, tokenizer.convert_tokens_to_ids(texts)),
         is_stop=_table(tokenizer, stop_ids),
-        stops=re.compile("|".join(map(re.escape, ends))) if ends else None,
+        plain_stops=stop_ids - set(tokenizer.convert_tokens_to_ids(texts)),
+        stops=tuple(stops),
         hints=tuple(sorted({one[:1] for one in texts})),
         splits=_splits(tokenizer, texts),
         date=date,
@@ -186,9 +192,16 @@ def _leading_bos(tokenizer: Any) -> int | None:
     return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
-def _special_texts(tokenizer: Any) -> list[str]:
-    """Texts of the special tokens, the longest first, as the tokenizer finds them."""
-    added = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
+def _special_texts(tokenizer: Any, stop_ids: Container[int]) -> list[str]:
+    """Texts of the special tokens, the longest first, as the tokenizer finds them.
+
+    An added token that ends generation is one, whatever the tokenizer calls it.
+    """
+    added = {
+        str(one)
+        for number, one in tokenizer.added_tokens_decoder.items()
+        if one.special or number in stop_ids
+    }
     return sorted(added | set(tokenizer.all_special_tokens), key=lambda one: (-len(one), one))
 
 
@@ -202,15 +215,22 @@ def _table(tokenizer: Any, ids: Iterable[int]) -> "np.ndarray":
 
 
 def _splits(tokenizer: Any, texts: Sequence[str]) -> bool:
-    """Told by trying: some tokenizers mark the beginning of a text, others strip around tokens."""
+    """Told by trying: some tokenizers mark the beginning of a text, others strip around tokens.
+
+    Tokens that are found alike are treated alike, so one of each kind is tried.
+    """
 
     def ids(content: str) -> list[int]:
         return tokenizer(content, add_special_tokens=False)["input_ids"]
 
-    own = tokenizer.convert_tokens_to_ids(list(texts))
+    kinds = {
+        (one.lstrip, one.rstrip, one.single_word, one.normalized): (str(one), number)
+        for number, one in tokenizer.added_tokens_decoder.items()
+        if str(one) in texts
+    }
     return tokenizer.is_fast and all(
         ids(f"a{one}{probe}") == [*ids("a"), number, *ids(probe)]
-        for one, number in list(zip(texts, own, strict=True))[:32]
+        for one, number in kinds.values()
         for probe in PROBES
     )
 

@@ -201,7 +201,7 @@ def _conversation(work: Tokenizing, row: Canonical, masked: Masked) -> Tokens:
             "labels": labels,
             "prompt_ids": masked.prompt_ids,
             "prompt": lines.dump(turns[:last]),
-            "tools": lines.dump(row.get("tools") or []),
+            "tools": lines.dump(row["tools"]) if row.get("tools") else "[]",
             "answer": turns[last]["content"],
         },
         length=len(masked.ids),
@@ -241,9 +241,12 @@ def _text(template: Template, content: str) -> Tokens:
 def _pair(chosen: Masked, rejected: Masked) -> Tokens:
     if chosen.ids.tolist() == rejected.ids.tolist():
         raise RowError("chosen_equals_rejected", "both answers become the same tokens")
-    # A tokenizer may merge the prompt's end into one answer and not into the other: the prompt
-    # of a pair is what both share before either answer begins.
-    start = min(chosen.spans[-1][0], rejected.spans[-1][0])
+    # A tokenizer may merge the prompt's end into one answer and not into the other, and a mark may
+    # stand behind an answer's thoughts: the prompt of a pair is what both share before either
+    # answer begins.
+    first = min(chosen.spans[-1][0], rejected.spans[-1][0])
+    differ = (chosen.ids[:first] != rejected.ids[:first]).nonzero()[0]
+    start = int(differ[0]) if len(differ) else first
     num_tokens = len(chosen.ids) + len(rejected.ids)
     return Tokens(
         columns={

@@ -31,6 +31,21 @@ KEYS = (("role", "content"), ("from", "value"))
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names under which an assistant's thoughts stand in a turn."""
 
+TRAINED = ("train", "weight", "loss", "training")
+"""Names under which a turn says whether it is trained."""
+
+SPOKEN = (*TRAINED, *THOUGHTS)
+BESIDE = {
+    "assistant": (*SPOKEN, "tool_calls", "function_call"),
+    "call": SPOKEN,
+    "tool": (*TRAINED, "name", "tool_call_id"),
+}
+"""For each role what is read beside its role and content; of any other role only whether it is
+trained, which none is."""
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Cells that say nothing."""
+
 FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 """What a truth may be written as."""
 
@@ -49,6 +64,8 @@ class Dialect:
 
     keys: Sequence[tuple[str, str]] = KEYS
     roles: Mapping[str, str] = ()  # type: ignore[assignment]
+    ignored: frozenset[str] = frozenset()
+    """Keys of turns that are left unread."""
 
 
 PLAIN = Dialect(KEYS, ROLES)
@@ -64,7 +81,7 @@ def dialect(columns: Columns | None) -> Dialect:
         for role in ("user", "assistant", "system")
         for name in getattr(columns, f"{role}_roles")
     }
-    return Dialect((own, *KEYS), roles)
+    return Dialect((own, *KEYS), roles, frozenset(columns.ignored))
 
 
 def read(value: Any, *, column: str, role: str, dialect: Dialect) -> list[Turn]:
@@ -72,13 +89,15 @@ def read(value: Any, *, column: str, role: str, dialect: Dialect) -> list[Turn]:
 
     A table's cell may hold turns as JSON.
     """
-    value = _opened(value)
+    value = _opened(value, dialect)
     if isinstance(value, str):
         if role == "user" and _OPEN.match(value):
             return transcript(value, column=column, awaits=True)
         return [{"role": role, "content": text(value, column=column)}]
     if isinstance(value, dict):
         return [_turn(value, column, dialect)]
+    if not isinstance(value, list):
+        raise RowError("not_turns", f"{column} is {type(value).__name__}, neither text nor turns")
     return read_list(value, column=column, dialect=dialect)
 
 
@@ -91,7 +110,7 @@ def read_list(value: Any, *, column: str, dialect: Dialect) -> list[Turn]:
     return [_turn(turn, f"{column}[{index}]", dialect) for index, turn in enumerate(value)]
 
 
-def _opened(value: Any) -> Any:
+def _opened(value: Any, dialect: Dialect) -> Any:
     """A table's cell as the turns that it holds as JSON, or as it is."""
     if isinstance(value, Cell):
         try:
@@ -100,7 +119,8 @@ def _opened(value: Any) -> Any:
             return value
         turns = found if isinstance(found, list) else [found]
         if turns and all(
-            isinstance(turn, dict) and any(role in turn for role, _ in KEYS) for turn in turns
+            isinstance(turn, dict) and any(role in turn for role, _ in dialect.keys)
+            for turn in turns
         ):
             return found
     return value
@@ -126,13 +146,23 @@ def transcript(value: str, *, column: str, awaits: bool = False) -> list[Turn]:
 def _turn(turn: Any, column: str, dialect: Dialect) -> Turn:
     if not isinstance(turn, dict):
         raise RowError("not_turns", f"{column} is {type(turn).__name__}, not a turn")
+    if dialect.ignored:
+        turn = {key: one for key, one in turn.items() if key not in dialect.ignored}
+    role_key, content_key = _keys(turn, column, dialect)
+    role = _role(turn[role_key], column, dialect)
+    content = _content(turn.get(content_key), f"{column}.{content_key}", turn)
+    if len(turn) == 2 and content_key in turn and role != "call":
+        return {"role": role, "content": content}
+    return _rich(turn, role, content, column)
+
+
+def _keys(turn: Mapping[str, Any], column: str, dialect: Dialect) -> tuple[str, str]:
+    """The keys of the role and the content. Raises :class:`RowError` for a turn without them."""
+    if found := _found_keys(turn, dialect):
+        return found
     for role_key, content_key in dialect.keys:
-        if role_key in turn and (content_key in turn or _calls(turn)):
-            role = _role(turn[role_key], column, dialect)
-            content = _content(turn.get(content_key), f"{column}.{content_key}", turn)
-            if len(turn) == 2 and content_key in turn and role != "call":
-                return {"role": role, "content": content}
-            return _rich(turn, role, content, column)
+        if role_key in turn:
+            raise RowError("not_turns", f"{column} has a {role_key} and no {content_key}")
     raise RowError(
         "not_turns",
         f"{column} has neither role and content nor from and value; "
@@ -140,8 +170,37 @@ def _turn(turn: Any, column: str, dialect: Dialect) -> Turn:
     )
 
 
+def _found_keys(turn: Mapping[str, Any], dialect: Dialect) -> tuple[str, str] | None:
+    for role_key, content_key in dialect.keys:
+        if role_key in turn and (content_key in turn or _calls(turn)):
+            return role_key, content_key
+    return None
+
+
+def unread(cell: Any, dialect: Dialect) -> set[str]:
+    """The keys of turns in a cell that hold something and that nobody reads."""
+    found = _opened(cell, dialect)
+    return {
+        key
+        for turn in (found if isinstance(found, list) else [found])
+        if isinstance(turn, dict) and len(turn) > 2 and (keys := _found_keys(turn, dialect))
+        for key in turn.keys() - {*keys, *_read_beside(turn[keys[0]], dialect)}
+        if turn[key] not in EMPTY
+    }
+
+
+def _read_beside(name: Any, dialect: Dialect) -> set[str]:
+    """What is read of a turn beside its content, by the name of its role."""
+    role = _known_role(name, dialect)
+    return set(BESIDE.get(role or "", TRAINED)) - dialect.ignored
+
+
+def _known_role(name: Any, dialect: Dialect) -> str | None:
+    return dialect.roles.get(name.strip().lower()) if isinstance(name, str) else None
+
+
 def _role(name: Any, column: str, dialect: Dialect) -> str:
-    role = dialect.roles.get(name.strip().lower()) if isinstance(name, str) else None
+    role = _known_role(name, dialect)
     if role is None:
         known = ", ".join(dialect.roles)
         raise RowError(
@@ -174,8 +233,9 @@ def _is_text_part(part: Any) -> bool:
 def _rich(turn: Mapping[str, Any], role: str, content: str, column: str) -> Turn:
     """A turn with what may stand beside its role and content."""
     if role == "call":
+        said = _thought(turn, column) | _untrained(turn, column)
         calls = _sharegpt_calls(content, column)
-        return {"role": "assistant", "content": "", "tool_calls": calls, **_untrained(turn, column)}
+        return {"role": "assistant", "content": "", "tool_calls": calls, **said}
     read: Turn = {"role": role, "content": content}
     if role == "assistant":
         if _calls(turn):
@@ -202,10 +262,10 @@ def _thought(turn: Mapping[str, Any], column: str) -> Turn:
 
 
 def _untrained(turn: Mapping[str, Any], column: str) -> Turn:
-    """``{"train": False}`` where ``train`` or ``weight`` asks for it."""
+    """``{"train": False}`` where one of :data:`TRAINED` asks for it."""
     asked = [
         truth(turn[name], "bad_train_flag", f"{column}.{name}")
-        for name in ("train", "weight")
+        for name in TRAINED
         if turn.get(name) is not None
     ]
     return {} if all(asked) else {"train": False}
@@ -285,7 +345,7 @@ def as_json(content: str, rule: str, column: str) -> Any:
 
 
 def _clean(value: Any, rule: str, column: str) -> Any:
-    """``value`` if it can be written as UTF-8 and is not too deep. Raises :class:`RowError`."""
+    """``value`` if it is JSON, in UTF-8 and not too deep. Raises :class:`RowError`."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -296,5 +356,9 @@ def _clean(value: Any, rule: str, column: str) -> Any:
         ]
     if level:
         raise RowError(rule, f"{column} is nested more than {DEEPEST} deep")
-    text(json.dumps(value, ensure_ascii=False), column=column)
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:  # a date of a Parquet file, a NaN
+        raise RowError(rule, f"{column} holds what JSON cannot: {error}") from None
+    text(written, column=column)
     return value

@@ -1,5 +1,6 @@
 """How far a policy has moved from its reference, measured on answers that it samples."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def divergences(
 
     The sum over the answer's tokens of the divergence between the two whole distributions of the
     next token, in float32: its mean over answers is that of log pi(y) - log pi_ref(y), of which
-    it is the expectation token by token, with less variance (Rao-Blackwell).
+    it is the expectation token by token, with less variance (Rao-Blackwell). Raises
+    :class:`StageError` for one that is not finite.
     """
     import torch
 
@@ -70,9 +72,21 @@ def divergences(
         for number, (prompt, answer) in enumerate(rows):
             steps = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
             logp, logq = (each[number, steps].float().log_softmax(-1) for each in logits)
-            kl = (logp.exp() * (logp - logq.to(logp.device))).sum()
-            found.append((float(kl.double()), len(answer)))
+            terms = logp.exp() * (logp - logq.to(logp.device))
+            # A token that the policy cannot say adds nothing: p log p ends at 0.
+            kl = terms.masked_fill(logp.isneginf(), 0.0).sum()
+            found.append((_finite(float(kl.double())), len(answer)))
     return found
+
+
+def _finite(nats: float) -> float:
+    if math.isfinite(nats):
+        return nats
+    raise StageError(
+        f"the divergence of an answer is {nats}: the model may say a token that the reference "
+        "never says, or values overflow in this dtype (evaluate.config.dtype); "
+        "evaluate.config.kl_rows=0 measures none"
+    )
 
 
 def require_same_vocabulary(policy: Any, reference: Any, folder: Path) -> None:

@@ -121,6 +121,16 @@ def correlation(one: Values, other: Values) -> float:
     return float(np.corrcoef(one, other)[0, 1])
 
 
-def win_rate(mine: Sequence[float], theirs: Sequence[float], intervals: Intervals) -> Estimate:
-    """How often ``mine`` is the higher score, row by row; ties count half."""
-    return intervals.share((np.sign(np.subtract(mine, theirs)) + 1) / 2)
+def win_rate(
+    mine: Sequence[float],
+    theirs: Sequence[float],
+    intervals: Intervals,
+    *,
+    alike: Sequence[bool] | None = None,
+) -> Estimate:
+    """How often ``mine`` is the higher score, row by row; ties count half. Rows that are ``alike``
+    are ties: a batch of another width rounds the score of the same answer otherwise."""
+    signs = np.sign(np.subtract(mine, theirs))
+    if alike is not None:
+        signs[np.asarray(alike)] = 0
+    return intervals.share((signs + 1) / 2)

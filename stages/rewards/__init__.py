@@ -5,16 +5,17 @@ reads its prompts with `stages.rewards.prompts`, and calls ``load(...)`` once an
 it gives for each batch of completions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stages.rewards import prompts
-from stages.rewards.config import Reward, names
+from stages.rewards.config import TOTAL, Reward, names
 from stages.rewards.model import RewardModel
-from stages.rewards.scorer import TOTAL, RewardError, Scorer, Term, find
+from stages.rewards.scorer import RewardError, Scorer, Term, find
+from stages.rewards.verifiable import COMPARING
 
-__all__ = ["TOTAL", "RewardError", "Scorer", "check_room", "load", "prompts"]
+__all__ = ["TOTAL", "RewardError", "Scorer", "check_rows", "load", "prompts"]
 
 
 def load(
@@ -44,27 +45,41 @@ def load(
     return Scorer(tuple(terms))
 
 
-def check_room(
+def check_rows(
     scorer: Scorer,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, Any]],
     tokenizer: Any,
     *,
     max_new_tokens: int,
 ) -> None:
-    """Raise ``StageError`` for a prompt that leaves a reward model no room for the answer, which
-    would be found out in the middle of the work.
+    """Raise ``StageError`` for a row that cannot be rated, which would be found out in the middle
+    of the work: one in which a built-in reward finds nothing to compare with, and a prompt that
+    leaves a reward model no room for the answer.
 
     ``rows`` are those of `prompts.read`, or of `stages.evaluation.items`, and ``tokenizer`` the
     policy's.
     """
-    models = [each.function for each in scorer.terms if isinstance(each.function, RewardModel)]
-    if not models:
+    comparing = [each for each in scorer.terms if each.function in COMPARING]
+    if not (comparing or scorer.judges):
         return
-    asked = list(rows)
-    messages = [prompts.messages(row, tokenizer) for row in asked]
-    places = [
-        f"{row.get('set', 'conversations/train')}, row {row.get('index', number)}"
-        for number, row in enumerate(asked)
-    ]
-    for model in models:
-        model.check_room(messages, prompts.facts(asked), places, answer=max_new_tokens)
+    messages, facts, places = [], [], []
+    for number, row in enumerate(rows):
+        place = f"{row.get('set', 'conversations/train')}, row {row.get('index', number)}"
+        (fact,) = prompts.facts([row])
+        for term in comparing:
+            _check_reference(term, fact, place)
+        if scorer.judges:
+            messages.append(prompts.messages(row, tokenizer))
+            facts.append(fact)
+            places.append(place)
+    for judge in scorer.judges:
+        judge.check_room(messages, facts, places, answer=max_new_tokens)
+
+
+def _check_reference(term: Term, row: Mapping[str, Any], place: str) -> None:
+    try:
+        term.function([[]], [""], [row], **term.options)
+    except ValueError as error:
+        raise RewardError(
+            f"{place}: reward {term.name}: {error}; mend the row, or leave it out of the data"
+        ) from None

@@ -2,16 +2,27 @@
 
 from collections.abc import Sequence
 from inspect import Parameter, signature
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from configs import Config
 from stages.rewards.verifiable import FUNCTIONS
 
 REWARD_MODEL = "reward_model"
 """What the score of the reward model is called."""
+
+TOTAL = "total"
+"""What the weighted sum is called."""
 
 
 class Reward(Config):
@@ -60,19 +71,23 @@ class Reward(Config):
 def _at_least_one(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
     if not rewards:
         raise ValueError("names no reward; give it a function, or model: true")
+    if not any(each.weight for each in rewards):
+        raise ValueError("every reward has weight 0, and nothing would be learnt from them")
     return rewards
 
 
 Rewards = Annotated[tuple[Reward, ...], AfterValidator(_at_least_one)]
-"""At least one. A minimal length in the type would complain a second time of a wrong reward."""
+"""At least one that counts. A minimal length in the type would complain a second time of a wrong
+reward."""
 
 
 def names(rewards: Sequence[Reward]) -> list[str]:
-    """The name of each score; a second ``regex`` is ``regex_2``."""
+    """The name of each score, which no other has; a second ``regex`` is ``regex_2``."""
     found: list[str] = []
     for reward in rewards:
-        earlier = sum(each.name == reward.name for each in rewards[: len(found)])
-        found.append(f"{reward.name}_{earlier + 1}" if earlier else reward.name)
+        numbered = (f"{reward.name}_{number}" for number in count(2))
+        taken = (*found, TOTAL)
+        found.append(next(name for name in chain([reward.name], numbered) if name not in taken))
     return found
 
 
@@ -82,12 +97,24 @@ def _check_built_in(name: str, options: dict[str, Any]) -> None:
             f"{name!r} is no built-in reward ({', '.join(FUNCTIONS)}); "
             "write your own as module:function"
         )
-    takes = {
-        p.name: p.default is Parameter.empty
-        for p in signature(FUNCTIONS[name]).parameters.values()
-        if p.kind is Parameter.KEYWORD_ONLY
-    }
+    parameters = signature(FUNCTIONS[name]).parameters.values()
+    takes = {each.name: each for each in parameters if each.kind is Parameter.KEYWORD_ONLY}
     if unknown := sorted(options.keys() - takes.keys()):
         raise ValueError(f"{name} has no option {unknown[0]}; it takes {', '.join(takes)}")
-    if missing := [option for option, needed in takes.items() if needed and option not in options]:
+    needed = [option for option, each in takes.items() if each.default is Parameter.empty]
+    if missing := [option for option in needed if option not in options]:
         raise ValueError(f"{name} needs the option {missing[0]}")
+    for option, value in options.items():
+        _check_option(name, takes[option], value)
+    FUNCTIONS[name]([], [], [], **options)  # it refuses what makes no sense together
+
+
+def _check_option(function: str, parameter: Parameter, value: Any) -> None:
+    strict = ConfigDict(strict=True, allow_inf_nan=False)
+    try:
+        TypeAdapter(parameter.annotation, config=strict).validate_python(value)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        raise ValueError(
+            f"{function}: the option {parameter.name}: {fault['msg']} (got {value!r})"
+        ) from None

@@ -179,19 +179,26 @@ class RewardModel:
         return self.template.special.sub(lambda found: " ".join(found[0]), completion)
 
     def ids(self, turns: Messages, tools: Sequence[Any] = ()) -> list[int]:
-        """The ids of a conversation by this model's own tokenizer and template."""
+        """The ids of a conversation by this model's own tokenizer and template.
+
+        An answer may be more tokens here than it was the policy's; what there is no room for is
+        left out before its stop token, for work must not end at one answer of many.
+        """
         try:
             found = conversation_ids(self.template, turns, tools)
         except RowError as fault:
             raise StageError(
                 f"{self.folder}: its chat template cannot render a prompt with its answer: {fault}"
             ) from None
-        if self.context is not None and len(found) > self.context:
+        if self.context is None or len(found) <= self.context:
+            return found
+        prompt = self._prompt(turns[:-1], tools, place="an answer")
+        if len(templates.encode(self.template, [prompt])[0]) + 1 >= self.context:
             raise StageError(
                 f"{self.folder}: a prompt with its answer is {len(found)} tokens and the reward "
-                f"model takes {self.context}; shorten max_new_tokens, or leave long prompts out"
+                f"model takes {self.context}, which the prompt fills; leave long prompts out"
             )
-        return found
+        return [*found[: self.context - 1], found[-1]]
 
     @property
     def context(self) -> int | None:
@@ -210,7 +217,7 @@ class RewardModel:
         the stop token that the template sets behind an answer that was cut, and for a prompt that
         it cannot render. ``places`` is where the rows stand.
 
-        An answer may become more tokens here than the policy's own; :meth:`ids` looks again.
+        An answer may be more tokens here than the policy's own; :meth:`ids` shortens it.
         """
         if self.context is None:
             return

@@ -4,8 +4,10 @@ import importlib
 import importlib.util
 import json
 import math
+import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -13,12 +15,15 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from stages.base import StageError
-from stages.rewards.config import Reward
+from stages.rewards.config import TOTAL, Reward
+from stages.rewards.model import RewardModel
 from stages.rewards.verifiable import FUNCTIONS, Messages, RewardFunction, Row
 
-TOTAL = "total"
 SHOWN = 300
 """Characters of a row in an error."""
+
+LARGEST = 3.4e38
+"""Rewards become float32."""
 
 
 class RewardError(StageError):
@@ -40,6 +45,11 @@ class Scorer:
     """What rates completions: every named reward and their weighted sum."""
 
     terms: tuple[Term, ...]
+
+    @property
+    def judges(self) -> list[RewardModel]:
+        """The reward models among the rewards."""
+        return [each.function for each in self.terms if isinstance(each.function, RewardModel)]
 
     def __call__(
         self,
@@ -79,11 +89,13 @@ def _by_name(module: str) -> ModuleType:
 
 
 def _from_file(module: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(module, path)
+    # A name of its own: a file called json.py would stand in for the library's module.
+    name = f"reward_file_{module.replace('.', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise RewardError(f"{path}: not a Python file")
     found = importlib.util.module_from_spec(spec)
-    sys.modules[module] = found
+    sys.modules[spec.name] = found
     spec.loader.exec_module(found)
     return found
 
@@ -101,8 +113,9 @@ def _scores(
         return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
     with _Told(lambda: f"reward {term.name} raised, on a batch that begins with {first()}"):
-        given = term.function(prompts, completions, rows, **term.options)
-    given = given.tolist() if hasattr(given, "tolist") else given
+        # Copies: what a function does to what it is given is not for the next one.
+        mine = deepcopy(prompts), list(completions), deepcopy(rows)
+        given = _plain(term.function(*mine, **term.options))
     if not isinstance(given, (list, tuple)):
         raise RewardError(
             f"reward {term.name} returned {type(given).__name__} and not a list of numbers, on a "
@@ -113,12 +126,25 @@ def _scores(
             f"reward {term.name} returned {len(given)} scores for {len(rows)} completions, of "
             f"which the first is {first()}"
         )
-    for index, value in enumerate(given):
-        if not isinstance(value, Real) or not math.isfinite(value):
+    scores = [_plain(value) for value in given]
+    for index, value in enumerate(scores):
+        if not _is_score(value):
+            shown = "one beyond any float" if isinstance(value, int) else reprlib.repr(value)
             raise RewardError(
-                f"reward {term.name} gave {value!r}, not a finite number, to {first(index)}"
+                f"reward {term.name} gave {shown}, not a finite number, to {first(index)}"
             )
-    return [float(value) for value in given]
+    return [float(value) for value in scores]
+
+
+def _is_score(value: Any) -> bool:
+    """A number that a float32 can hold, which NaN is not."""
+    size: Any = abs(value) if isinstance(value, Real) else math.inf
+    return size <= LARGEST
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and their scalars as Python has them."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass(frozen=True)
@@ -133,7 +159,9 @@ class _Told:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, RewardError):
+        # Leaving by sys.exit(0) would look like the end of the work.
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, RewardError):
             return
         doing = self.doing if isinstance(self.doing, str) else self.doing()
-        raise RewardError(f"{doing}: {type(error).__name__}: {error}") from error
+        said = " ".join(str(error).split())  # on one line
+        raise RewardError(f"{doing}: {type(error).__name__}: {said}") from error

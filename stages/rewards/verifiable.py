@@ -2,10 +2,15 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 Messages = Sequence[Mapping[str, Any]]
 Row = Mapping[str, Any]
@@ -19,6 +24,9 @@ _NUMBER = re.compile(
     r"(?<![\w.])[-+]?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE]([-+]?[0-9]{1,3})(?![0-9]))?"
 )
+PATIENCE = 10.0
+"""Seconds that one answer may take."""
+
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -34,10 +42,16 @@ def exact_match(
     """1 where the completion is the row's ``field``, else 0; blanks around both do not count.
 
     ``pattern`` compares only its last match in each text (its group, if it has one). Raises
-    ``ValueError`` for a row without ``field``, or in whose reference ``pattern`` finds nothing.
+    ``ValueError`` for a row without ``field``, or in whose reference ``pattern`` finds nothing, and
+    for a pattern of several groups.
     """
     flags = re.IGNORECASE if ignore_case else re.NOFLAG
     found = _compiled(pattern, flags) if pattern is not None else None
+    if found and found.groups > 1:
+        raise ValueError(
+            f"pattern {pattern!r} has {found.groups} groups; mark what is compared by one, others "
+            "as (?:...)"
+        )
     scores = []
     for completion, row in zip(completions, rows, strict=True):
         wanted = _part(_reference(row, field), found)
@@ -56,7 +70,7 @@ def numeric(
     rows: Sequence[Row],
     *,
     field: str = "answer",
-    tolerance: float = 0.0,
+    tolerance: NonNegativeFloat = 0.0,
     require_marker: bool = False,
 ) -> list[float]:
     """1 where the completion's answer is the number in the row's ``field``, else 0.
@@ -84,7 +98,7 @@ def number_in(text: str) -> Decimal | None:
     if not matches:
         return None
     match = matches[0] if marked else matches[-1]
-    value = Decimal(match[1].replace(",", "")).scaleb(int(match[2] or 0))
+    value = Decimal(f"{match[1].replace(',', '')}E{match[2] or 0}")  # exact, whatever its length
     return -value if match[0].startswith("-") else value
 
 
@@ -104,7 +118,11 @@ def regex(
     """
     compiled = _compiled(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else re.NOFLAG))
     match = compiled.fullmatch if whole else compiled.search
-    return [float(match(completion.strip()) is not None) for completion in completions]
+    scores = []
+    for completion in completions:
+        with _patience(completion):
+            scores.append(float(match(completion.strip()) is not None))
+    return scores
 
 
 def json_schema(
@@ -114,7 +132,7 @@ def json_schema(
     *,
     schema: Mapping[str, Any],
     fenced: bool = False,
-    for_json: float = 0.0,
+    for_json: Annotated[float, Field(ge=0, le=1)] = 0.0,
 ) -> list[float]:
     """1 where the completion is JSON that ``schema`` accepts, ``for_json`` for other JSON, else 0.
 
@@ -124,7 +142,11 @@ def json_schema(
     schema that is none.
     """
     validator = _validator(json.dumps(schema))
-    return [_json_score(text, validator, fenced, for_json) for text in completions]
+    scores = []
+    for completion in completions:
+        with _patience(completion):
+            scores.append(_json_score(completion, validator, fenced, for_json))
+    return scores
 
 
 def length(
@@ -132,15 +154,18 @@ def length(
     completions: Sequence[str],
     rows: Sequence[Row],
     *,
-    most: int,
-    least: int = 0,
-    margin: int = 0,
+    most: NonNegativeInt,
+    least: NonNegativeInt = 0,
+    margin: NonNegativeInt = 0,
     unit: Literal["characters", "words"] = "characters",
 ) -> list[float]:
     """1 for a completion of ``least`` to ``most`` units, falling to 0 over ``margin`` units beside.
 
     With margin m, a completion that is n units too short or too long has 1 - n / m, never below 0.
+    Raises ``ValueError`` where ``least`` exceeds ``most``.
     """
+    if least > most:
+        raise ValueError(f"no length is at least {least} and at most {most}")
     sizes = [len(text.split()) if unit == "words" else len(text.strip()) for text in completions]
     excess = [max(size - most, least - size, 0) for size in sizes]
     if not margin:
@@ -153,6 +178,9 @@ FUNCTIONS: Mapping[str, RewardFunction] = {
 }
 """The built-in rewards by name."""
 
+COMPARING = (exact_match, numeric)
+"""Those that raise ``ValueError`` for a row that has nothing to compare with."""
+
 
 def _reference(row: Row, field: str) -> str:
     if field not in row:
@@ -163,8 +191,33 @@ def _reference(row: Row, field: str) -> str:
 def _part(text: str, pattern: "re.Pattern[str] | None") -> str | None:
     if pattern is None:
         return text.strip()
-    found = list(pattern.finditer(text))
+    with _patience(text):
+        found = list(pattern.finditer(text))
     return (found[-1][1] if pattern.groups else found[-1][0]) if found else None
+
+
+@contextmanager
+def _patience(text: str) -> Iterator[None]:
+    """Raise ``ValueError`` when ``text`` takes too long: a pattern of nested repetitions, on a text
+    that it does not match, may take longer than anybody waits. Only the main thread has an alarm.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: Any) -> NoReturn:
+        raise ValueError(
+            f"no verdict on {_short(text)} after {PATIENCE:g} s; write the pattern without "
+            "repetitions inside repetitions"
+        )
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    left = signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *left)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 @cache

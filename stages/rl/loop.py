@@ -101,7 +101,11 @@ def _start(work: Work) -> Progress:
     state.global_step, state.max_steps = progress.update, work.num_updates
     state.num_input_tokens_seen = progress.tokens
     state.compute_steps(trainer.args, work.num_updates)
-    trainer.add_callback(Watch(trainer, work.ctx))
+    watch = Watch(trainer, work.ctx)
+    judges = [judge.model for judge in work.score.judges]
+    for model in filter(None, (work.engine.bones, *judges)):
+        watch.follow(model)
+    trainer.add_callback(watch)
     trainer.control = trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
     if trainer.args.process_index == 0:
         _drop_samples_after(out / SAMPLES, progress.update)

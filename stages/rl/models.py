@@ -1,6 +1,5 @@
 """The models that PPO starts from, loaded and checked. Imported only inside a rank."""
 
-from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -16,7 +17,8 @@ from transformers import (
 from stages import training
 from stages.base import StageError
 from stages.rewards.model import check
-from stages.rl.actor_critic import ActorCritic, bare, remove_dropout, trainable
+from stages.rl import start
+from stages.rl.actor_critic import ActorCritic, remove_dropout, trainable
 
 if TYPE_CHECKING:
     from stages.ppo import PPO
@@ -49,8 +51,7 @@ def load(config: "PPO", policy: Path, reward: Path | None) -> ActorCritic:
 
 
 def _policy(config: "PPO", folder: Path) -> Any:
-    if (folder / "adapter_config.json").exists():
-        raise StageError(f"{folder}: an adapter without its base; give what convert makes of it")
+    start.refuse_adapter(folder)
     return AutoModelForCausalLM.from_pretrained(str(folder), **_how(config))
 
 
@@ -66,6 +67,7 @@ def _critic(config: "PPO", policy: Path, reward: Path | None) -> Any:
         source = reward
         check(reward)
         _same_tokens(policy, reward)
+    _require_head(source)
     loaded: Any = AutoModelForSequenceClassification.from_pretrained(
         str(source), num_labels=1, initializer_range=0.0, output_loading_info=True, **_how(config)
     )
@@ -79,8 +81,22 @@ def _critic(config: "PPO", policy: Path, reward: Path | None) -> Any:
             f"{source}: a {type(model).__name__} has no linear head `score`, which a critic needs"
         )
     plain = type(model.config).from_pretrained(source)
-    model.config.initializer_range = getattr(plain, "initializer_range", 0.02)
+    model.config.initializer_range = plain.initializer_range
     return model
+
+
+def _require_head(folder: Path) -> None:
+    """Raise ``StageError`` where transformers has no classifier of the model's kind, or none whose
+    head begins as it is told."""
+    config = AutoConfig.from_pretrained(folder)
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or not hasattr(
+        config, "initializer_range"
+    ):
+        raise StageError(
+            f"{folder}: of a model of type {config.model_type} no critic can be made: transformers "
+            "has no classifier of this type with a head that begins at zero; take a policy of "
+            "another type, or grpo, which needs no critic"
+        )
 
 
 def _same_tokens(policy: Path, reward: Path) -> None:
@@ -99,41 +115,9 @@ def _how(config: "PPO") -> dict[str, Any]:
     return {"dtype": getattr(torch, config.load_dtype), "attn_implementation": config.attention}
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]], model: ActorCritic, *, max_new_tokens: int
-) -> None:
-    """Raise ``StageError`` for a prompt that leaves no room for its answer, or that holds a token
-    that the policy does not know."""
-    longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
-    for name, each in (("policy", model.policy), ("critic", model.critic)):
-        room = getattr(bare(each).config, "max_position_embeddings", None)
-        if room is not None and len(prompts[longest]) + max_new_tokens > room:
-            raise StageError(
-                f"conversations/train, row {longest}: a prompt of {len(prompts[longest])} tokens "
-                f"and max_new_tokens {max_new_tokens} exceed the context of {room} of the {name}; "
-                "lower ppo.config.max_new_tokens, or tokenize_data.config.max_length"
-            )
-    empty = next((row for row, ids in enumerate(prompts) if not len(ids)), None)
-    if empty is not None:
-        raise StageError(f"conversations/train, row {empty}: its prompt is empty")
-    largest = max(max(ids) for ids in prompts)
-    if largest >= model.config.vocab_size:
-        raise StageError(
-            f"the prompts hold token {largest}, and the policy knows {model.config.vocab_size}; "
-            "tokenise the data with this policy's tokenizer"
-        )
-
-
 def stop_ids(model: ActorCritic, tokenizer: Any, folder: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: those that generation_config.json names.
-
-    Raises ``StageError`` when it names none and the tokenizer has no end-of-sequence token.
-    """
+    """The tokens that end an answer: those that generation_config.json names, or else the
+    tokenizer's. Raises ``StageError`` where there is none."""
     named = model.policy.generation_config.eos_token_id
     named = tokenizer.eos_token_id if named is None else named
-    if named is None:
-        raise StageError(
-            f"{folder}: neither generation_config.json nor the tokenizer names an eos token, so "
-            "no answer would end; add eos_token_id"
-        )
-    return tuple(named) if isinstance(named, (list, tuple)) else (named,)
+    return start.require_stops(named if isinstance(named, list | tuple) else [named], folder)

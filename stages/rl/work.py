@@ -1,22 +1,19 @@
 """What a run of PPO works with, the same from update to update. Imported only inside a rank."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stages.base import Context
+from stages.rewards import Scorer
 from stages.rl.engine import Engine
 from stages.rl.generation import MakeGenerator, Sampling
 from stages.rl.rollout import Split
 
 if TYPE_CHECKING:
     from stages.ppo import PPO
-
-Score = Callable[[list[Any], list[str], list[dict[str, Any]]], Mapping[str, Sequence[float]]]
-"""``(prompts as messages, completions, rows)`` -> scores by name, and ``total``."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Work:
     order: np.ndarray
     """Row numbers, in the order in which they are asked."""
 
-    score: Score
+    score: Scorer
     sampling: Sampling
     generator: MakeGenerator
     split: Split

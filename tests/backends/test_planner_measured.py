@@ -166,6 +166,80 @@ def test_planned_peak_is_within_two_percent_of_a_real_training_step(
     assert planned == pytest.approx(measured, rel=0.02)
 
 
+def actor_critic(config: dict[str, Any], *, precision: str, recompute: bool) -> Any:
+    """A policy whose reference costs nothing, and its critic: of a tied model as large as it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from stages.rl.actor_critic import ActorCritic
+
+    policy = build(config, lora=False, precision=precision)
+    fields = dict(config)
+    shape = AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False, num_labels=1)
+    dtype = torch.float32 if precision == "fp32-master" else torch.bfloat16
+    critic = AutoModelForSequenceClassification.from_config(
+        shape, attn_implementation="causal", dtype=dtype
+    )
+    for model in (policy, critic.train()):
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    return ActorCritic(policy, critic, None)
+
+
+def peak_of_an_update(
+    config: dict[str, Any], answer: int, *, precision: str, recompute: bool
+) -> int:
+    """Bytes at the peak of PPO's second step: answers of ``answer`` tokens behind their prompts."""
+    import torch
+
+    from stages.rl.actor_critic import Batch
+
+    module = actor_critic(config, precision=precision, recompute=recompute)
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
+    tracked = tracker()
+    tracked.track_external(module, optimizer)
+    before = torch.arange(SEQUENCE - answer - 1, SEQUENCE - 1).expand(ROWS, answer).contiguous()
+    with tracked, quiet():
+        for _ in range(2):
+            tracked.reset_mod_stats()
+            ids = torch.randint(0, config["vocab_size"], (ROWS, SEQUENCE))
+            batch = Batch(ids, before, torch.ones(ROWS, answer))
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "fp32-master"):
+                found = module("learners", batch, temperature=1.0, entropy="told")
+                loss = found[0].exp().sum() + found[2].square().sum()
+            loss.backward()
+            del loss, found
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracked.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "recompute", "precision"),
+    [(256, True, "bf16"), (256, False, "fp32-master"), (64, True, "bf16")],
+)
+def test_planned_peak_of_ppo_is_within_two_percent_of_a_real_update(
+    answer: int, recompute: bool, precision: Any
+) -> None:
+    """Its logits are whole, and policy and critic wait for each other."""
+    config = CONFIGS["tied"]
+    measured = peak_of_an_update(config, answer, precision=precision, recompute=recompute)
+    work = Work(
+        stage="ppo",
+        precision=precision,
+        reference="adapter_base",
+        reward_models=0,
+        seq_length=SEQUENCE,
+        new_tokens=answer,
+        global_batch=ROWS,
+        fused_norms=False,
+        reentrant=False,
+    )
+    resources = Resources(micro_batch_size=ROWS, gradient_checkpointing=recompute)
+    planned = memory(read_config(config, name="tied"), work, Setup(Local(), resources)).total
+    assert planned == pytest.approx(measured, rel=0.02)
+
+
 TWO = Resources(ranks_per_node=2)
 BACKENDS: dict[str, NamedBackend] = {
     "ddp": DDP(),

@@ -21,7 +21,8 @@ from backends.planner.memory import (
 )
 from backends.planner.model import READERS, Model, find_model, known_models, read_config
 from backends.planner.tape import Tape, replay
-from backends.planner.work import Setup, Work
+from backends.planner.work import PPO_WRITES, Setup, Work
+from stages.ppo import GENERATED_TOGETHER
 from tests.small import python
 
 LLAMA = find_model("meta-llama/Meta-Llama-3-8B")
@@ -383,6 +384,35 @@ def test_ppo_holds_four_models_and_a_cache() -> None:
     short = plan(one_step(stage="grpo", method="qlora", new_tokens=1024))
     assert short == plan(one_step(stage="grpo", method="qlora", new_tokens=2048))
     assert grpo.total > short.total
+
+
+def test_ppos_models_are_one_module_whose_roots_are_gathered_together() -> None:
+    """Of three models the head, in two bytes, beside what two ranks divide; under shard-grad-op
+    every layer of all three."""
+
+    def buffers(sharding: Any, reference: Any) -> int:
+        work = one_step(stage="ppo", reference=reference, method="lora", new_tokens=2048)
+        return plan(work, FSDP(sharding=sharding), ranks=2).buffers
+
+    for sharding, whole in (("full", V * H), ("grad_op", P - V * H)):
+        more = buffers(sharding, "resident") - buffers(sharding, "adapter_base")
+        assert more == pytest.approx(2 * whole, rel=0.001)
+
+
+def test_answers_that_are_written_at_once_fill_the_cache() -> None:
+    """GRPO writes all of a rank's step together, PPO those of four micro-batches."""
+    wide = replace(LLAMA, num_kv_heads=32)
+    cache = kv_cache_bytes(wide) * 65_536
+    work = one_step(method="lora", seq_length=65_536, loss="chunked", reward_models=0)
+
+    def buffers(stage: Any, rows: int) -> int:
+        asked = replace(work, stage=stage, global_batch=rows, new_tokens=1)
+        given = Resources(device="cuda", micro_batch_size=4, gradient_checkpointing=True)
+        return memory(wide, asked, Setup(Local(), given)).buffers
+
+    assert buffers("grpo", 32) - buffers("grpo", 16) == pytest.approx(16 * cache, rel=0.01)
+    assert buffers("ppo", 32) == pytest.approx(PPO_WRITES * 4 * cache, rel=0.02)
+    assert PPO_WRITES == GENERATED_TOGETHER
 
 
 def test_checkpointing_offloading_and_eager_attention() -> None:

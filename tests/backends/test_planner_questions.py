@@ -19,6 +19,7 @@ from backends.planner.memory import memory
 from backends.planner.model import find_model, read_config
 from backends.planner.ranking import describe, ladder, options
 from backends.planner.seconds import step_time
+from backends.planner.table import warnings
 from backends.planner.work import Setup, Work
 from tests.small import ROOT
 
@@ -246,6 +247,11 @@ SLIPS = {
     "--passes 2": "belongs to ppo and grpo",
     "--reward-models 0": "belongs to ppo and grpo",
     "--epochs 2": "without --rows",
+    "--network ethernet-25": "joins nodes",
+    "--experts grouped": "belongs to mixtures",
+    "--stage reward --loss hf": "stage reward has its own",
+    "--stage ppo --loss fused": "stage ppo has its own",
+    "--method lora --nvme /fast": "is for full training",
 }
 
 
@@ -256,13 +262,37 @@ def test_a_slip_is_one_line(words: str, ask: Ask) -> None:
     assert SLIPS[words] in err
 
 
+def test_an_option_of_the_other_command_is_led_there(ask: Ask) -> None:
+    code, _, err = ask("estimate", "--model", QWEN, "--gpus", "8xH100", "--global-batch", "64")
+    assert code == 2 and "estimate has --micro-batch and --accumulation" in err
+
+
+def test_what_changes_nothing_in_an_estimate_is_listed(estimate: Any) -> None:
+    words = "--network ethernet-10 --experts grouped --buckets auto --stage reward --loss hf"
+    ignored = estimate("--backend", "zero3", *words.split())["ignored"]
+    named = [each.split()[0] for each in ignored]
+    assert named == ["--network", "--experts", "--loss", "--buckets"]
+
+
 @pytest.mark.parametrize(
     ("gpus", "said"),
-    [("8x24", "24GB"), ("8x...GB", "not known"), ("8x99999999GB", "more than any"), ("²xH100", "")],
+    [
+        ("8x24", "24GB"),
+        ("8x...GB", "not known"),
+        ("8x99999999GB", "more than any"),
+        ("²xH100", ""),
+        ("8 H100", "did you mean 8xh100?"),
+        ("H100x8", "did you mean 8xh100?"),
+        ("RTX 4099", "give its memory"),
+    ],
 )
 def test_gpus_that_are_not(gpus: str, said: str, ask: Ask) -> None:
     code, out, err = ask("--model", QWEN, "--gpus", gpus)
     assert (code, out, err.count("\n")) == (2, "", 1) and said in err
+
+
+def test_a_sign_of_multiplication_is_an_x() -> None:
+    assert find_machine("2\u00d78\u00d7H100") == find_machine("2x8xH100")
 
 
 @pytest.mark.parametrize("words", ["--tflops 3", "--link 3", "--nvme /fast"])
@@ -278,7 +308,35 @@ def test_rows_beyond_the_models_positions_are_a_warning(ask: Ask, estimate: Any)
     assert "4096 positions" in found["warnings"][0]
 
 
+def test_what_is_more_likely_a_slip_is_a_warning(ask: Ask) -> None:
+    said = {
+        "--tflops 5000": "more than the H100's data sheet promises, 989",
+        "--method lora --lora-rank 5000": "wider than what they adapt, 1024 channels",
+    }
+    for words, warning in said.items():
+        code, out, _ = ask("--model", QWEN, "--gpus", "8xH100", *words.split())
+        assert code == 0 and warning in out
+
+
+def test_cpu_ranks_lack_no_memory_of_a_gpu(ask: Ask) -> None:
+    _, out, _ = ask("--model", QWEN, "--gpus", "2xCPU")
+    assert "GiB of memory short" in out and "GPU memory" not in out
+    _, out, _ = ask("estimate", "--model", QWEN, "--gpus", "2xCPU", "--backend", "fsdp")
+    assert "GPU memory" not in out and "nvidia-smi" not in out
+
+
 # -- Ranking ---------------------------------------------------------------------------------------
+
+
+def test_a_micro_batch_that_ends_accumulation_may_fit_where_a_smaller_one_does_not() -> None:
+    """The gradients of earlier passes wait for the logits of the next one."""
+    model, machine = find_model(QWEN), find_machine("1xH100")
+    work = Work(optimizer="adamw_8bit", loss="hf", seq_length=1024, global_batch=2)
+    one, two = (memory(model, work, setup(DDP(), 1, micro=micro)).total for micro in (1, 2))
+    assert two < one
+    between = replace(machine, gpu=replace(machine.gpu, memory_bytes=(one + two) // 2))
+    best = next(o for o in options(model, work, between, margin_bytes=0) if o.fits)
+    assert (best.setup.micro_batch, best.accumulation) == (2, 1)
 
 
 def test_ddp_goes_first_when_it_is_even_with_who_would() -> None:
@@ -430,6 +488,49 @@ def test_what_does_not_go_together_is_named(
 def test_more_experts_a_token_than_there_are() -> None:
     with pytest.raises(ValueError, match="num_experts_per_tok is 5, and there are 4"):
         read_config(QWEN_MOE | {"num_experts_per_tok": 5}, name="odd")
+
+
+def test_weights_that_are_stored_quantised_are_not_counted_as_bfloat16(
+    tmp_path: Path, ask: Ask
+) -> None:
+    def asked(stored: Any, method: str) -> Asked:
+        config = LLAMA | {"quantization_config": stored}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return ask("--model", str(tmp_path), "--gpus", "2xH100", "--method", method)
+
+    four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    assert asked(four, "qlora")[0] == 0
+    for stored, method in (({"quant_method": "fp8"}, "qlora"), (four, "lora"), ("gptq", "full")):
+        code, out, err = asked(stored, method)
+        assert (code, out) == (2, "") and "stored quantised" in err
+
+
+def test_the_whole_of_a_model_of_several_senses() -> None:
+    """The language model may leave it to the whole whether its ends are tied."""
+    config = {"model_type": "llava", "text_config": LLAMA, "vision_config": {"hidden_size": 8}}
+    apart, tied = (
+        read_config(config | {"tie_word_embeddings": value}, name="seeing")
+        for value in (False, True)
+    )
+    assert apart.num_parameters - tied.num_parameters == 64 * LLAMA["vocab_size"]
+    own = LLAMA | {"tie_word_embeddings": False}
+    given = read_config(config | {"text_config": own, "tie_word_embeddings": True}, name="seeing")
+    assert not given.tied
+    assert given.left_out == ("vision",)
+    machine = find_machine("1xH100")
+    assert "not counted: vision of seeing" in warnings(given, Work(), machine)[0]
+
+
+def test_a_folder_that_holds_no_model_is_called_a_folder(tmp_path: Path, ask: Ask) -> None:
+    def said(path: Path) -> str:
+        code, out, err = ask("--model", str(path), "--gpus", "8xH100")
+        assert (code, out) == (2, "")
+        return err
+
+    assert "is a folder without config.json" in said(tmp_path)
+    assert "does not exist" in said(tmp_path / "nothing")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "is an adapter" in said(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"hidden_size": NaN}', "[" * 100_000, "1", "", '"x"'])

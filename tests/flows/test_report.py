@@ -9,9 +9,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
+from flows import svg
 from flows.plots import running_mean
 from flows.report import (
     Evaluation,
@@ -207,6 +209,63 @@ def test_an_answer_cannot_break_the_table(report: Report, run: Path) -> None:
     assert "````text\n```\ncode\n```\n````" in text
 
 
+def test_a_sample_ends_no_line_and_moves_no_cursor(report: Report, run: Path) -> None:
+    hostile = "one\r\ntwo\rthree\x1b[2Jfour\u202efive"
+    broken = evaluation(run.parent / "broken", {8: hostile}, conversations__loss=1.0)
+    asked = f"{hostile}\n" + 50_000 * "x" + "the question"
+    write_lines(broken / "samples.jsonl", [sample(8, hostile) | {"prompt": asked}])
+    alone = report.model_copy(update={"evaluations": (Evaluation(label="x", output=broken),)})
+    text = write_report(run, alone).read_bytes().decode()
+    assert not re.search("[\r\x1b\u202e]", text)
+    assert r"| x | one<br>two<br>three\\x1b\[2Jfour\\u202efive | ✗ |" in text
+    prompt = text.split("```text\n")[1].split("\n```")[0]
+    assert prompt.startswith("one\ntwo") and prompt.endswith("the question")
+    assert len(prompt) < 4200 and "characters …" in prompt
+
+
+def test_a_link_survives_spaces_and_brackets(report: Report, tmp_path: Path) -> None:
+    odd = tmp_path / "my (new) store" / "sft" / "aaaa"
+    shutil.copytree(report.stages[0].output, odd)
+    moved = report.stages[0].model_copy(update={"output": odd})
+    text = write_report(
+        tmp_path / "run", report.model_copy(update={"stages": (moved,)})
+    ).read_text()
+    (link,) = re.findall(r"\[aaaa\]\(([^)\s]+)\)", text)
+    assert (tmp_path / "run" / unquote(link)).is_dir()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, 1e308])
+def test_values_that_no_axis_can_hold_cost_their_points_alone(
+    report: Report, run: Path, value: Any
+) -> None:
+    path = report.trainings[0].output / "metrics.jsonl"
+    rows = read_rows(report.trainings[0].output)
+    keys = ("grad_norm", "learning_rate", "tokens_per_second", "memory_bytes", "loss")
+    write_lines(path, [rows[0] | dict.fromkeys(keys, value), *rows[1:]])
+    text = write_report(run, report).read_text()
+    assert all(f"figures/{name}.png" in text for name in ("loss", "learning_rate", "gradient_norm"))
+    write_lines(path, [{"step": 1} | dict.fromkeys(keys, value)])
+    one = report.model_copy(update={"trainings": report.trainings[:1]})
+    assert "loss.png" not in write_report(run, one).read_text()
+    picture = svg.draw("loss", {"loss": [(1, 2.0), (2, value), (3, 1.0)]})
+    assert "nan" not in picture and "inf" not in picture and "polyline" in picture
+
+
+def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 3.0}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert [row["step"] for row in read_rows(tmp_path)] == [1]
+
+
+def test_one_row_has_no_interval(report: Report, run: Path) -> None:
+    """Resamples of one row are all alike: an interval without zero would be news of nothing."""
+    only = {"value": -0.2, "low": -0.2, "high": -0.2, "n": 1}
+    path = report.evaluations[1].output / "metrics.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"conversations/loss_change": only}))
+    assert "| -0.200 (one row) |" in write_report(run, report).read_text()
+
+
 def test_the_report_is_rebuilt_from_the_run_folder_alone(
     report: Report, run: Path, tmp_path: Path
 ) -> None:
@@ -271,6 +330,17 @@ def test_many_models_are_shown_in_blocks_of_three(report: Report) -> None:
     text = terminal_table(report.model_copy(update={"evaluations": models}))
     assert max(map(len, text.splitlines())) <= 100
     assert [line.split("  ")[0] for line in text.splitlines()].count("score") == 2
+
+
+def test_wide_scores_are_shown_in_blocks_of_fewer_models(report: Report) -> None:
+    wide = {"value": -1234.5, "low": -1334.5, "high": -1134.5, "n": 20}
+    for each in report.evaluations:
+        path = each.output / "metrics.json"
+        found = json.loads(path.read_text()) | {"preferences/test/margin": wide}
+        path.write_text(json.dumps(found))
+    text = terminal_table(report)
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.count("-1234.50 [-1334.50, -1134.50]") == 3
 
 
 def test_running_mean() -> None:

@@ -65,8 +65,10 @@ def compared(before: Artifact, **metrics: Any) -> list[Artifact]:
     return found
 
 
-def change(value: float, low: float, high: float, *, of: str = ACCURACY) -> dict[str, Any]:
-    return {of: {"value": value, "low": low, "high": high}}
+def change(
+    value: float, low: float, high: float, *, of: str = ACCURACY, n: int = 20
+) -> dict[str, Any]:
+    return {of: {"value": value, "low": low, "high": high, "n": n}}
 
 
 def test_the_first_model_is_promoted_and_the_same_one_is_nothing_new(tmp_path: Path) -> None:
@@ -88,6 +90,8 @@ def test_the_first_model_is_promoted_and_the_same_one_is_nothing_new(tmp_path: P
         (change(-0.06, -0.09, -0.03), "not worse", "Refused by gate"),
         (change(0.02, -0.01, 0.05), "better", "Refused by gate"),
         (change(0.06, 0.03, 0.09), "better", "Promoted"),
+        (change(1.0, 1.0, 1.0, n=1), "better", "Refused by gate"),
+        (change(-1.0, -1.0, -1.0, n=1), "not worse", "Refused by gate"),
     ],
 )
 def test_the_interval_of_the_paired_change_decides(

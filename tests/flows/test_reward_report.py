@@ -41,10 +41,8 @@ def report(tmp_path: Path) -> Report:
         for s, row in zip(steps, common, strict=True)
     ]
     write_lines(store / "ppo" / "metrics.jsonl", learnt)
-    samples = [
-        {"step": s, "prompt": f"q | {s}", "completion": "*a*", "scores": {"regex": 1, "total": 1}}
-        for s in steps
-    ]
+    answered = {"completion": "*a*\rb\r\nc\nd", "scores": {"regex": 1, "total": 1}}
+    samples = [{"step": s, "prompt": f"q | {s}"} | answered for s in steps]
     write_lines(store / "ppo" / "samples.jsonl", samples)
     evaluations = []
     for name, reward in (("SFT", 0.3), ("PPO", 0.9)):
@@ -90,7 +88,7 @@ def test_what_a_policy_learns_is_drawn_and_answers_are_shown(
     section = text.split("## Answers while training")[1]
     shown = [line for line in section.splitlines() if line.startswith("| ") and "q \\| " in line]
     assert [int(line.split("|")[1]) for line in shown] == [1, 5, 10, 15, 20]
-    assert "\\*a\\*" in shown[0], "answers are no markup"
+    assert "\\*a\\*<br>b<br>c<br>d |" in shown[0], "answers are no markup"
 
 
 def test_rewards_win_rates_and_divergence_stand_in_the_tables(

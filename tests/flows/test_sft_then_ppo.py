@@ -12,7 +12,7 @@ from backends import DDP, Resources
 from backends.planner.ranking import refusals
 from backends.planner.work import Setup
 from configs import RECIPES, load
-from flows import planning
+from flows import planning, probe
 from flows.sft_then_ppo import SFTThenPPO, with_rewards
 from flows.steps import Lineage, Step
 from stages import STAGES, manifest
@@ -134,6 +134,12 @@ def test_the_evaluation_rates_what_was_rewarded() -> None:
     assert with_rewards(step, asked, judged=True).config.rewards == asked
     own = Step[Evaluate](config=Evaluate(rewards=trained_on))
     assert with_rewards(own, asked, judged=False).config.rewards == trained_on
+
+
+def test_a_probe_of_memory_is_too_short_for_a_warm_up() -> None:
+    config = PPO(critic_warmup=5, epochs=3)
+    two = PPO.model_validate(probe.shortened(config).model_dump())
+    assert (two.max_steps, two.epochs, two.critic_warmup) == (2, 1, 0)
 
 
 def test_a_reward_base_without_preferences_is_refused() -> None:

@@ -51,6 +51,21 @@ def arrow(kind: str) -> bytes:
     return sink.getvalue()
 
 
+def same_names(kind: str) -> bytes:
+    """A table with two columns of one name."""
+    import pyarrow.parquet
+
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    table = pyarrow.Table.from_arrays(columns, names=["question", "question"])
+    sink = io.BytesIO()
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, sink)
+        return sink.getvalue()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
 def zstd(content: bytes) -> bytes:
     import pyarrow
 
@@ -129,6 +144,12 @@ def test_readme_and_licence_beside_data_are_no_data(tmp_path: Path) -> None:
     assert [file.name for file in files.of_input(folder, what="x")] == ["a.jsonl"]
 
 
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    folder = source(tmp_path, {"bad\udcff.jsonl": good(3)})
+    with pytest.raises(StageError, match=r"bad\\udcff\.jsonl: the name is not UTF-8; rename"):
+        files.of_input(folder, what="x")
+
+
 def test_a_saved_dataset_is_a_folder_of_arrow_files(tmp_path: Path) -> None:
     from datasets import Dataset
 
@@ -163,6 +184,10 @@ def test_messages_name_the_file_as_it_was_given(tmp_path: Path, given: Any, show
     [
         ("q.csv", b'prompt,completion\na,b\nc,"d', r"q\.csv:3: not a table"),
         ("h.csv", b"prompt,prompt\na,b\n", r"h\.csv:1: the header must name every column once"),
+        ("t.parquet", same_names("parquet"), r"t\.parquet: the header must name every column"),
+        ("t.arrow", same_names("arrow"), r"t\.arrow: the header must name every column"),
+        ("cut.arrow", arrow("new_stream")[:-8], r"cut\.arrow: damaged .* after row 1300 \(it does"),
+        ("two.arrow", 2 * arrow("new_stream"), r"two\.arrow: damaged .* after row 1300 \(it does"),
         ("u.tsv", b"prompt\tcompletion\na\t\xff\n", r"u\.tsv:2: not UTF-8 \(byte 0xff\)"),
         ("p.parquet", b"PAR1 nothing", r"p\.parquet: damaged Parquet file, after row 0"),
         ("a.arrow", b"nothing", r"a\.arrow: damaged Arrow file, after row 0"),

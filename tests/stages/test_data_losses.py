@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from stages import tree
 from stages.base import Context, StageError
-from stages.data import overlap, packing, shapes
+from stages.data import overlap, packing, shapes, templates
 from stages.data.columns import Columns
 from stages.data.conversations import Kind
 from stages.data.files import DataFile
@@ -28,6 +29,10 @@ from tests.small import python
 HALF = PrepareData(test_fraction=0.5, drop_budget=1.0)
 CONVERSATIONS: tuple[Kind, ...] = ("conversations",)
 PREFERENCES: tuple[Kind, ...] = ("preferences", "unpaired")
+
+
+def row(question: str, answer: str = "a") -> dict[str, Any]:
+    return {"messages": [user(question), assistant(answer)]}
 
 
 def canonical(raw: Any, *, preferences: bool = False, columns: Columns | None = None) -> Any:
@@ -121,13 +126,133 @@ def test_unknown_labels_are_no_conversations(tmp_path: Path, label: Any) -> None
         assert form and form.kind == "unpaired"
 
 
+# --- keys of turns and of rows
+
+
+def test_unread_keys_of_turns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row("q"), *good(30)]
+    rows[0]["messages"] = [user("q") | {"name": "bob"}, assistant("a", refusal=None)]
+    out = prepared(tmp_path, {"a.jsonl": rows})
+    report = json.loads((out / "report.json").read_text())["conversations"]["sources"]
+    assert report["a.jsonl"]["unread_columns"] == {"messages[].name": 1}
+    assert "not read: messages[].name (1)" in capsys.readouterr().out
+
+
+def test_names_that_utf_8_cannot_hold_are_written_out(tmp_path: Path) -> None:
+    rows = [{**one, "x\ud800": 1} for one in good(30)]
+    rows[0]["messages"][0]["y\udfff"] = 1
+    out = prepared(tmp_path, {"a.jsonl": rows})
+    report = json.loads((out / "report.json").read_text())["conversations"]["sources"]
+    named = {"x\\ud800": 30, "messages[].y\\udfff": 1}
+    assert report["a.jsonl"]["unread_columns"] == named
+
+
+@pytest.mark.parametrize("key", ["loss_mask", "images"])
+def test_a_key_with_content_and_no_place_is_refused_or_ignored(tmp_path: Path, key: str) -> None:
+    rows = [*good(150), {"messages": [user("q"), assistant("a", **{key: [0]})]}]
+    with pytest.raises(StageError, match=rf"messages\[\]\.{key}.*ignored: \[{key}\]"):
+        prepared(tmp_path, {"a.jsonl": rows})
+    config = HALF.model_copy(update={"columns": Columns(ignored=(key,))})
+    assert len(both(prepared(tmp_path, {"a.jsonl": rows}, config))) == 151
+
+
+def test_keys_of_turns_in_a_table_s_cell_count_too(tmp_path: Path) -> None:
+    turns = json.dumps([user("q"), assistant("a", mask=1)]).replace('"', '""')
+    with pytest.raises(StageError, match=r"messages\[\]\.mask"):
+        prepared(tmp_path, {"a.csv": f'messages\n"{turns}"\n'})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {**row("<image>"), "images": ["a.png"]},
+        {**row("q"), "chat_template_kwargs": {"enable_thinking": False}},
+        {"text": "a turn of a tree", "role": "prompter"},
+    ],
+)
+def test_columns_that_change_what_a_row_means_are_refused(raw: Any) -> None:
+    with pytest.raises(StageError, match=r"no place for the column (images|chat_t|role)"):
+        canonical(raw)
+
+
+def test_a_number_is_no_text_wherever_it_stands() -> None:
+    with pytest.raises(RowError, match="not_turns: answer is int, neither text nor turns"):
+        canonical({"question": "q", "answer": 42})
+
+
+def test_files_that_look_held_out_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {"contest.jsonl": good(30), "x/gsm8k_test.jsonl": good(30, start=30)}
+    prepared(tmp_path / "a", rows)
+    assert "conversations: x/gsm8k_test.jsonl: rows of these are trained" in capsys.readouterr().out
+    prepared(tmp_path / "b", rows, HALF.model_copy(update={"test_files": ("*_test*",)}))
+    assert "rows of these" not in capsys.readouterr().out
+
+
+def test_thoughts_of_a_sharegpt_call_are_kept_and_can_be_left() -> None:
+    call = {"from": "function_call", "value": '{"name": "f"}', "reasoning": "why"}
+    turns = [{"from": "human", "value": "q"}, call]
+    asked = canonical({"conversations": turns})["messages"][1]
+    assert asked["reasoning_content"] == "why"
+    left = canonical({"conversations": turns}, columns=Columns(ignored=("reasoning",)))
+    assert "reasoning_content" not in left["messages"][1]
+
+
+def test_names_that_fit_a_late_row_are_no_faults(tmp_path: Path) -> None:
+    late = {"messages": [{"role": "Kunde", "content": "q"}, assistant("a")]}
+    config = HALF.model_copy(update={"columns": Columns(user_roles=("Kunde",))})
+    out = prepared(tmp_path, {"a.jsonl": [*good(150), late]}, config)
+    assert len(both(out)) == 151
+
+
+def test_names_that_fit_turns_in_a_table_s_cell_are_no_faults(tmp_path: Path) -> None:
+    cells = [json.dumps([{"wer": "Kunde", "was": f"q{n}"}, assistant("a")]) for n in range(9)]
+    lines = ['"{}"'.format(cell.replace('"', '""')) for cell in cells]
+    named = Columns(role="wer", content="was", user_roles=("kunde",))
+    config = HALF.model_copy(update={"columns": named})
+    out = prepared(tmp_path, {"a.csv": "\n".join(["messages", *lines])}, config)
+    assert len(both(out)) == 9
+
+
+TWICE = '{"messages": [{"role": "user", "content": "q"}], "x": 1, "messages" : []}'
+ONCE = '{"messages": [{"role": "user", "content": "\\": \\" :"}, {"role": "x", "content": "a"}]}'
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_key_that_stands_twice_is_a_fault(tmp_path: Path, name: str) -> None:
+    found = records(tmp_path, name, {"a.jsonl": "{}\n{}\n", "a.json": "[{},\n{}]"}[name].format(
+        TWICE, ONCE
+    ))  # fmt: skip
+    assert found[0].fault and "'messages'" in found[0].fault.detail
+    assert not found[1].fault
+
+
+def test_what_json_cannot_hold_is_no_argument(tmp_path: Path) -> None:
+    import datetime
+
+    import pyarrow
+    import pyarrow.parquet
+
+    call = {"function": {"name": "f", "arguments": {"day": datetime.date(2024, 7, 26)}}}
+    turns = [user("q") | {"tool_calls": None}, assistant("a") | {"tool_calls": [call]}]
+    (tmp_path / "c" / "data").mkdir(parents=True)
+    table = pyarrow.Table.from_pylist([{"messages": turns}])
+    pyarrow.parquet.write_table(table, tmp_path / "c" / "data" / "a.parquet")
+    with pytest.raises(StageError, match="bad_tool_call 1"):
+        prepare_data(HALF, Context(tmp_path / "out"), conversations=tmp_path / "c")
+    call["function"]["arguments"] = {"x": float("nan")}
+    assert fault({"messages": turns}) == "bad_tool_call"
+
+
+def test_a_turn_without_content_says_so() -> None:
+    with pytest.raises(RowError, match=r"messages\[1\] has a role and no content"):
+        canonical({"messages": [user("q"), {"role": "assistant"}]})
+
+
 # --- contamination
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
-
-
-def row(question: str, answer: str = "a") -> dict[str, Any]:
-    return {"messages": [user(question), assistant(answer)]}
 
 
 def test_a_form_that_training_rows_share_is_no_contamination(tmp_path: Path) -> None:
@@ -192,6 +317,13 @@ def test_turns_are_left_untrained_however_it_is_written(flag: Any) -> None:
     ]
     said = canonical({"conversations": turns})["messages"]
     assert [turn.get("train", True) for turn in said] == [True, False, True, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["train", "weight", "loss", "training"])
+def test_every_name_of_the_flag_is_read(name: str) -> None:
+    turns = [user("q"), assistant("a", **{name: False}), user("q"), assistant("b", **{name: True})]
+    said = canonical({"messages": turns})["messages"]
+    assert [turn.get("train", True) for turn in said] == [True, False, True, True]
 
 
 def test_other_flags_and_untrained_answers_of_pairs_are_faults() -> None:
@@ -450,6 +582,21 @@ TEMPLATES = {
         "{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\nhm<|im_end|>\\n' }}{% endif %}"
         + SAYS,
     ),
+    "thoughts": CHATML.replace("m.content", "(m.reasoning_content or '') + m.content"),
+    "two_marks": CHATML.replace(
+        SAYS,
+        "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.reasoning_content }}{% endgeneration %}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}",
+    ),
+    "mark_behind_thoughts": CHATML.replace(
+        SAYS,
+        "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+        "{{ m.reasoning_content }}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}",
+    ),
     "syntax": "{% for m in messages %}{{ m.content",
     "filter": CHATML.replace("m.content", "m.content | no_such_filter"),
     "value": CHATML.replace("m.content", "m.content.split('')[0]"),
@@ -538,6 +685,16 @@ FIRST = [user("FIRST"), assistant("a1"), user("u2")]
             "tools_not_rendered",
         ),
         ("thinks_aloud", {"messages": [user("q"), assistant("answer")]}, "answer_cut"),
+        (
+            "chatml",
+            {"messages": [user("q"), assistant("a why b", reasoning_content="why")]},
+            "thoughts_not_rendered",
+        ),
+        (
+            "two_marks",
+            {"messages": [user("q"), assistant("a", reasoning_content="why")]},
+            "answer_rewritten",
+        ),
         ("value", {"messages": [user("q"), assistant("a")]}, "cannot_be_rendered"),
         ("endless", {"messages": [user("q"), assistant("a")]}, "cannot_be_rendered"),
     ],
@@ -567,6 +724,127 @@ def test_a_damaged_generation_config_is_named(tmp_path: Path, models: Any, conte
     data = written(tmp_path, good(1))
     with pytest.raises(StageError, match=r"generation_config\.json: "):
         tokenize_data(TokenizeData(), Context(tmp_path / "out"), model=tmp_path / "m", data=data)
+
+
+def tokenizer_changed(model: Path, folder: Path, change: Callable[[Any], None]) -> Any:
+    """A copy of ``model``'s tokenizer in ``folder/model``, changed."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model / "model")
+    change(tokenizer)
+    tokenizer.save_pretrained(folder / "model")
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("stop", "rule"), [("<stop>", "special_token_in_text"), ("Ċ", "answer_cut")]
+)
+def test_no_answer_is_cut_at_a_stop_that_text_can_hold(
+    tmp_path: Path, models: Any, stop: str, rule: str
+) -> None:
+    def change(tokenizer: Any) -> None:
+        tokenizer.add_tokens([stop] if stop == "<stop>" else [])
+
+    tokenizer = tokenizer_changed(models("chatml"), tmp_path, change)
+    ids = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(stop)]
+    config = json.dumps({"eos_token_id": ids})
+    (tmp_path / "model" / "generation_config.json").write_text(config)
+    shown = "\n" if stop == "Ċ" else stop
+    data = written(tmp_path, [row("q", f"one{shown}two"), row("q", "one")])
+    out = tmp_path / "out"
+    metrics = tokenize_data(TokenizeData(drop_budget=1), Context(out), model=tmp_path, data=data)
+    assert metrics["conversations/train/rows"] == 1
+    assert [bad["rule"] for bad in read(out / "quarantine.jsonl")] == [rule, rule]
+
+
+def test_what_closes_an_answer_and_is_no_stop_is_named(tmp_path: Path, models: Any) -> None:
+    def change(tokenizer: Any) -> None:
+        tokenizer.eos_token = "</s>"
+
+    tokenizer_changed(models("chatml"), tmp_path, change)
+    data = written(tmp_path, good(1))
+    closing = (
+        r"no_stop_token 1\) \(conversations/train\.jsonl:1: .*with '<\|im_end\|>'.*add its id 1 "
+    )
+    with pytest.raises(StageError, match=closing):
+        tokenize_data(
+            TokenizeData(drop_budget=1), Context(tmp_path / "out"), model=tmp_path, data=data
+        )
+
+
+def test_unknown_words_do_not_move_the_mask(tmp_path: Path) -> None:
+    from datasets import load_from_disk
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as kinds
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[UNK]", "<|im_start|>", "<|im_end|>", "the", "cat", "sat"]
+    raw = Tokenizer(kinds.WordLevel({one: n for n, one in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        eos_token="<|im_end|>",
+        unk_token="[UNK]",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "model")
+    turns = [system("no dog"), user("the dog sat"), assistant("the cat sat")]
+    data, out = written(tmp_path, [{"messages": turns}]), tmp_path / "out"
+    metrics = tokenize_data(TokenizeData(), Context(out), model=tmp_path, data=data)
+    (one,) = load_from_disk(out / "conversations" / "train").to_list()
+    assert one["labels"][-4:] == [3, 4, 5, 2] and set(one["labels"][:-4]) == {-100}
+    assert one["prompt_ids"] == one["input_ids"][:-4]
+    assert metrics["conversations/train/context_mismatch_rows"] == 0
+
+
+def test_one_token_among_many_that_strips_its_surroundings_is_noticed(
+    tmp_path: Path, models: Any
+) -> None:
+    from tokenizers import AddedToken
+
+    def change(tokenizer: Any) -> None:
+        many: list[Any] = [f"<|a_long_reserved_token_{number}|>" for number in range(40)]
+        many.append(AddedToken("<|ends|>", rstrip=True, special=True))
+        tokenizer.add_special_tokens({"additional_special_tokens": many})
+
+    tokenizer_changed(models("chatml"), tmp_path, change)
+    assert not templates.load(tmp_path / "model").splits
+    assert templates.load(models("chatml") / "model").splits
+
+
+def test_blank_thoughts_are_none(tmp_path: Path, models: Any) -> None:
+    turns = [user("q"), assistant("a", reasoning_content=" \n")]
+    data = written(tmp_path, [{"messages": turns}])
+    assert tokenised(tmp_path, models("chatml"), data).endswith("assistant\na<|im_end|>")
+
+
+def test_thoughts_that_differ_are_no_prompt_of_a_pair(tmp_path: Path, models: Any) -> None:
+    from datasets import load_from_disk
+    from transformers import AutoTokenizer
+
+    sides = {
+        "chosen": [assistant("a", reasoning_content="yes")],
+        "rejected": [assistant("b", reasoning_content="no")],
+    }
+    data, out = written(tmp_path, [{"prompt": [user("q")], **sides}], "preferences"), tmp_path / "o"
+    model = models("mark_behind_thoughts")
+    tokenize_data(TokenizeData(), Context(out), model=model, data=data)
+    (pair,) = load_from_disk(out / "preferences" / "train").to_list()
+    decode = AutoTokenizer.from_pretrained(model / "model").decode
+    assert decode(pair["prompt_ids"]).endswith("<|im_start|>assistant\n")
+    assert decode(pair["chosen_ids"]) == "yesa<|im_end|>"
+    assert decode(pair["rejected_ids"]) == "nob<|im_end|>"
+
+
+def test_rows_over_the_length_are_told(
+    tmp_path: Path, models: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = written(tmp_path, [*good(3), row("q", "word " * 99)])
+    config = TokenizeData(max_length=60)
+    tokenize_data(config, Context(tmp_path / "o"), model=models("chatml"), data=data)
+    said = "conversations/train.jsonl: of 4 rows 1 left out, longer than max_length 60 tokens"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", ["{bad", "[1]", '{"messages": [5]}'])

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,25 @@ def test_a_model_ties_with_itself_and_has_no_divergence(
     assert apart["answers/kl"]["low"] <= apart["answers/kl"]["value"] <= apart["answers/kl"]["high"]
 
 
+CALLS = itertools.count()
+
+
+def rounded_otherwise(
+    prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[Any]
+) -> list[float]:
+    """The same for every answer, but for what a batch of another width does to the last bits."""
+    return [1 + 1e-7 * next(CALLS)] * len(completions)
+
+
+def test_the_same_answer_twice_is_a_tie_whatever_its_score_was_rounded_to(
+    evaluated: Any, task: Path, tmp_path: Path
+) -> None:
+    out, *_ = evaluated
+    config = {"rewards": [{"function": f"{__name__}:rounded_otherwise"}]}
+    same = run(tmp_path / "same", task, "base", baseline=out / "base", config=config)
+    assert same["answers/win_rate"]["value"] == 0.5
+
+
 def test_the_divergence_is_that_of_the_enumerated_answers() -> None:
     """Two tokens over five words: every answer can be listed, with what each model gives it."""
     import torch
@@ -129,6 +148,35 @@ def test_the_divergence_is_that_of_the_enumerated_answers() -> None:
     estimate = math.fsum(w * kl for w, (kl, _) in zip(weights, found, strict=True))
     assert estimate == pytest.approx(exact, abs=1e-5) and exact > 0.1
     assert {tokens for _, tokens in found} == {2}
+
+
+class Masked:
+    """A model that can never say the last of its tokens, as one with a padded vocabulary may."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, model.device
+
+    def __call__(self, **inputs: Any) -> Any:
+        found = self.model(**inputs)
+        found.logits[..., -1] = -math.inf
+        return found
+
+
+def test_a_token_that_the_model_never_says_adds_no_divergence(task: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(task / name / "model").eval()
+        for name in ("other", "base")
+    )
+    rows = [([5, 6], [7, 8, 9])]
+    ((nats, tokens),) = divergence.divergences(Masked(policy), Masked(reference), rows)
+    assert nats == pytest.approx(divergence.divergences(policy, reference, rows)[0][0], rel=0.1)
+    assert tokens == 3
+    ((beside_whole, _),) = divergence.divergences(Masked(policy), reference, rows)
+    assert beside_whole > 0
+    with pytest.raises(StageError, match="the divergence of an answer is inf"):
+        divergence.divergences(policy, Masked(reference), rows)
 
 
 def test_padding_changes_no_divergence(task: Path) -> None:

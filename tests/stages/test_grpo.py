@@ -117,6 +117,65 @@ def test_a_prompt_without_room_for_its_answer_is_named(task: Path, tmp_path: Pat
         grpo(config, Context(tmp_path), policy=task / "base", data=task / "data")
 
 
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([[5], []], "conversations/train, row 1: its prompt is empty"),
+        ([[5, 70_000]], "the prompts hold token 70000, and the policy knows"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_told(
+    task: Path, tmp_path: Path, prompts: list[list[int]], said: str
+) -> None:
+    from datasets import Dataset
+
+    rows = [{"prompt_ids": ids, "answer": "37 m"} for ids in prompts]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "data" / "conversations" / "train")
+    with pytest.raises(StageError, match=said):
+        grpo(
+            GRPO.model_validate(BASE),
+            Context(tmp_path),
+            policy=task / "base",
+            data=tmp_path / "data",
+        )
+
+
+def test_an_adapter_is_no_policy(task: Path, tmp_path: Path) -> None:
+    shutil.copytree(task / "base", tmp_path / "policy")
+    (tmp_path / "policy" / "model" / "adapter_config.json").write_text("{}")
+    with pytest.raises(StageError, match="an adapter without its base"):
+        grpo(
+            GRPO.model_validate(BASE),
+            Context(tmp_path),
+            policy=tmp_path / "policy",
+            data=task / "data",
+        )
+
+
+def test_answers_end_where_the_generation_config_says(task: Path, tmp_path: Path) -> None:
+    """A tokenizer need not have an end-of-sequence token; one of both must name one."""
+    policy = tmp_path / "policy"
+    shutil.copytree(task / "base", policy)
+    _leave_out(policy / "model" / "tokenizer_config.json", "eos_token")
+    alone = {"use_cpu": True, "per_device_train_batch_size": 8, "save_steps": 1000}
+    promise = {"wrapper": "none", "world_size": 1}
+    ctx = Context(tmp_path / "out", trainer_args=alone, promise=promise)
+    plain = {"max_steps": 1, "rewards": [{"function": "length", "options": {"most": 4}}]}
+    config = GRPO.model_validate(BASE | plain)
+    assert grpo(config, ctx, policy=policy, data=task / "data")["steps"] == 1
+    for name in ("config", "generation_config"):
+        _leave_out(policy / "model" / f"{name}.json", "eos_token_id")
+    ctx = replace(ctx, out=tmp_path / "endless")
+    with pytest.raises(StageError, match="nor the tokenizer names an eos"):
+        grpo(config, ctx, policy=policy, data=task / "data")
+
+
+def _leave_out(path: Path, key: str) -> None:
+    values = json.loads(path.read_text())
+    values.pop(key, None)
+    path.write_text(json.dumps(values))
+
+
 def test_a_wrong_reference_is_caught_at_the_first_step() -> None:
     config = GRPO.model_validate(BASE)
     check_step_zero({"kl": 0.0}, config)

@@ -73,6 +73,15 @@ def too_few(*_: Any) -> list[float]:
     return [1.0]
 
 
+def noting_beats(
+    _: Any, completions: Sequence[str], __: Any, *, beats: str, notes: str
+) -> list[float]:
+    """Writes down what the rank's last beat was when the answers were there."""
+    with Path(notes).open("a") as file:
+        file.write(Path(beats).read_text() + "\n")
+    return [0.0 for _ in completions]
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
     """``policy/model`` (several stop tokens, so that answers end) and prompts of many lengths."""
@@ -312,7 +321,7 @@ def test_a_request_to_stop_saves_and_leaves(
 def test_settings_do_what_they_say(tmp_path: Path, world: Path) -> None:
     """One process for all: a warm-up of the critic, an early stop, one token, other minibatches."""
     runs = {
-        "warm": job(tmp_path / "warm", world, critic_warmup=UPDATES),
+        "warm": job(tmp_path / "warm", world, critic_warmup=UPDATES - 1),
         "stop": job(tmp_path / "stop", world, stop_at_kl=1e-9, passes=4),
         "one token": job(tmp_path / "one", world, max_new_tokens=1, top_p=0.9),
         "cut": job(tmp_path / "cut", world, global_batch_size=4, minibatches=4, passes=1),
@@ -331,15 +340,41 @@ def test_settings_do_what_they_say(tmp_path: Path, world: Path) -> None:
         ),
     }
     run_jobs(list(runs.values()))
-    before = (world / "policy" / "model" / "model.safetensors").read_bytes()
-    assert (runs["warm"].out / "model" / "model.safetensors").read_bytes() == before
-    assert {row["kl"] for row in runs["warm"].rows} == {0}
+    warm = runs["warm"].rows
+    assert {row["kl"] for row in warm} == {0}  # of what was sampled before the policy learnt
+    assert [row["policy_kl"] == 0 for row in warm] == [True, True, False]
+    assert [row["learning_rate"] == 0 for row in warm] == [True, True, False]
     assert all(row["optimizer_steps"] < 8 for row in runs["stop"].rows)
     assert {row["answer_tokens"] for row in runs["one token"].rows} == {1}
     first, cut = runs["plain"].rows[0], runs["cut"].rows[0]
     for name in ("reward", "answer_tokens", "eos_rate", "kl"):  # what was sampled is the same
         assert first[name] == cut[name]
     assert runs["entropy"].rows[0]["loss"] < runs["entropy"].rows[0]["policy_loss"]
+
+
+def test_a_rank_is_not_silent_within_an_update(
+    tmp_path: Path, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update may take much longer than a rank may be silent: sampling beats too."""
+    from stages import beats
+
+    monkeypatch.setattr(beats, "PAUSE", 0.0)
+    out, notes = tmp_path / "out", tmp_path / "notes"
+    options = {"beats": str(out / "beats" / "rank-0.json"), "notes": str(notes)}
+    call(
+        world,
+        out,
+        rewards=[{"function": "tests.stages.test_ppo:noting_beats", "options": options}],
+        kl={"kind": "fixed"},
+    )
+    rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
+    ended = [0.0, *(row["time"] for row in rows)]
+    noted = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert [(each["phase"], each["step"]) for each in noted] == [
+        ("start", 0), ("step", 1), ("step", 2)
+    ]  # fmt: skip
+    for beat, before in zip(noted, ended[:-1], strict=True):
+        assert beat["time"] > before
 
 
 def call(world: Path, out: Path, policy: Path | None = None, **config: Any) -> None:
@@ -366,6 +401,7 @@ def call(world: Path, out: Path, policy: Path | None = None, **config: Any) -> N
     [
         ({"max_new_tokens": 125}, r"row \d+: a prompt of 9 tokens and max_new_tokens 125 exceed"),
         ({"critic": "reward"}, "critic: reward needs the input `reward`"),
+        ({"critic_warmup": 3, "max_steps": None}, "would learn in none of 3 updates"),
         ({"rewards": [{"model": True}]}, "no input `reward`"),
         (
             {"rewards": [{"function": "tests.stages.test_ppo:broken"}]},
@@ -408,6 +444,22 @@ def test_models_that_do_not_fit_are_told(tmp_path: Path, world: Path) -> None:
     (adapter / "model" / "adapter_config.json").write_text("{}")
     with pytest.raises(StageError, match="an adapter without its base"):
         call(world, tmp_path / "b", policy=adapter)
+
+
+def test_a_policy_of_which_no_critic_can_be_made_is_told(tmp_path: Path, world: Path) -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    folder = tmp_path / "policy"
+    shutil.copytree(world / "policy", folder)
+    sizes: Any = {
+        "hidden_size": 16,
+        "ffn_dim": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    OPTForCausalLM(OPTConfig(vocab_size=WORDS, **sizes)).save_pretrained(folder / "model")
+    with pytest.raises(StageError, match="of type opt no critic can be made"):
+        call(world, tmp_path / "out", policy=folder)
 
 
 def test_a_critic_reads_the_policys_tokens(tmp_path: Path, world: Path) -> None:

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from stages.dpo import DPO
+from stages.grpo import GRPO
 from stages.ppo import PPO
+from stages.reward import RewardModelling
 from stages.rl.advantages import advantages_and_returns, explained_variance, whiten
 from stages.rl.generation import Answer, Draw, Sampling, _to_stop, uniforms
 from stages.rl.kl import ESTIMATORS, AdaptiveKL, FixedKL, next_coefficient
@@ -15,6 +18,7 @@ from stages.rl.learning import after_idling, learning_rate
 from stages.rl.losses import policy_loss, value_loss
 from stages.rl.rollout import Rollout, Sample, Split, batch, describe, rollout, targets
 from stages.rl.work import prompt_order
+from stages.sft import SFT
 
 
 def row(*values: float) -> torch.Tensor:
@@ -246,6 +250,7 @@ def test_an_answer_ends_with_the_first_stop_token() -> None:
         ({"method": {"kind": "lora", "dropout": 0.1}}, "dropout must be 0"),
         ({"liger_kernel": True}, "no liger_kernel"),
         ({"rewards": []}, "names no reward"),
+        ({"critic_warmup": 5, "max_steps": 5}, "would learn in none of 5 updates"),
         ({"top_p": 0.0}, "greater than 0"),
         ({"kl": {"kind": "adaptive", "target": 0}}, "greater than 0"),
     ],
@@ -253,3 +258,12 @@ def test_an_answer_ends_with_the_first_stop_token() -> None:
 def test_settings_that_mean_nothing_are_refused(fields: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PPO.model_validate(fields)
+
+
+def test_dropout_that_no_trainer_of_preferences_or_rewards_uses_is_refused() -> None:
+    dropped = {"method": {"kind": "lora", "dropout": 0.1}, "rewards": [{"function": "numeric"}]}
+    for config in (PPO, GRPO, DPO, RewardModelling):
+        told = {name: value for name, value in dropped.items() if name in config.model_fields}
+        with pytest.raises(ValueError, match=r"method\.dropout must be 0: .* without dropout"):
+            config.model_validate(told)
+    assert SFT.model_validate({"method": dropped["method"]}).uses_dropout

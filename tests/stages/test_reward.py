@@ -20,7 +20,7 @@ from stages.evaluation import reward_measures
 from stages.evaluation.intervals import Intervals
 from stages.grpo import GRPO, grpo
 from stages.ppo import PPO, ppo
-from stages.reward import distinct_pad
+from stages.reward import RewardModelling, distinct_pad, reward
 from stages.rewards import prompts
 from stages.rewards.config import Reward
 from stages.rewards.model import SCALE, RewardModel, Scale, measured, read_scale, write_scale
@@ -293,10 +293,27 @@ def test_the_longest_prompt_with_its_answer_may_fill_the_context(
         judge = shortened(made, tmp_path / str(context), context)
         scorer = rewards.load((Reward(model=True),), {"reward": judge}, "cpu")
         if fits:
-            rewards.check_room(scorer, rows, None, max_new_tokens=8)
+            rewards.check_rows(scorer, rows, None, max_new_tokens=8)
         else:
             with pytest.raises(StageError, match=f"a prompt of {longest} tokens"):
-                rewards.check_room(scorer, rows, None, max_new_tokens=8)
+                rewards.check_rows(scorer, rows, None, max_new_tokens=8)
+
+
+def test_an_answer_that_is_longer_here_is_scored_as_far_as_it_fits(
+    made: dict[str, Run], tmp_path: Path
+) -> None:
+    """Work must not end at one answer, and end there again whenever it is resumed."""
+    judge = RewardModel.load(shortened(made, tmp_path / "judge", 40) / "model", device="cpu")
+    asked = [{"role": "user", "content": "37 m = ? cm"}]
+    whole, cut = (
+        judge.ids([*asked, {"role": "assistant", "content": "x" * number}]) for number in (5, 200)
+    )
+    assert len(whole) < len(cut) == 40
+    assert cut[: len(whole) - 1] == whole[:-1] and cut[-1] == whole[-1]
+    (score,) = judge([asked], ["x" * 200])
+    assert [score] == judge.scale.applied(judge.raw([cut]))
+    with pytest.raises(StageError, match="the reward model takes 40, which the prompt fills"):
+        judge([[{"role": "user", "content": "x" * 200}]], ["3700 cm"])
 
 
 def test_a_critic_with_too_short_a_context_is_refused(
@@ -333,11 +350,26 @@ def test_a_distinct_pad_token_is_found_or_asked_for(task: Path, tmp_path: Path) 
     assert distinct_pad(task / "base" / "model") == tokenizer.pad_token
     tokenizer.pad_token = tokenizer.eos_token  # as many chat models have it
     tokenizer.save_pretrained(tmp_path / "same")
+    shutil.copyfile(task / "base" / "model" / "config.json", tmp_path / "same" / "config.json")
     assert distinct_pad(tmp_path / "same") == "<|pad|>"
+    tokenizer.add_special_tokens({"pad_token": "<|new|>"})  # for which the model has no row
+    tokenizer.save_pretrained(tmp_path / "larger")
+    shutil.copyfile(task / "base" / "model" / "config.json", tmp_path / "larger" / "config.json")
+    assert distinct_pad(tmp_path / "larger") == "<|pad|>"
     ids = [tokenizer.convert_tokens_to_ids(t) for t in ("<|pad|>", "<|im_start|>", "<|im_end|>")]
     (tmp_path / "same" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(StageError, match="every special token of the tokenizer ends an answer"):
         distinct_pad(tmp_path / "same")
+
+
+def test_pairs_of_another_tokenizer_are_refused(task: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    pair = {"prompt_ids": [5, 6], "chosen_ids": [7, 99_999], "rejected_ids": [8]}
+    Dataset.from_list([pair] * 2).save_to_disk(tmp_path / "preferences" / "train")
+    ctx = Context(tmp_path / "out", trainer_args={"use_cpu": True})
+    with pytest.raises(StageError, match=r"preferences/train holds token 99999, and the model kn"):
+        reward(RewardModelling(), ctx, model=task / "base", data=tmp_path)
 
 
 def test_scores_that_hardly_differ_scale_nothing(tmp_path: Path) -> None:

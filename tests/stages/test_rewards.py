@@ -1,6 +1,8 @@
 """Verifiable rewards: right, wrong and hostile answers; and what a misbehaving function says."""
 
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from pydantic import ValidationError
 
 from stages import rewards
 from stages.base import StageError
+from stages.evaluate import Evaluate
 from stages.grpo import GRPO, in_our_words
-from stages.rewards import RewardError, prompts
+from stages.ppo import PPO
+from stages.rewards import RewardError, prompts, verifiable
 from stages.rewards.config import Reward, names
 from stages.rewards.verifiable import FUNCTIONS, number_in
 
@@ -73,6 +77,11 @@ def test_numeric_compares_values_and_not_spellings() -> None:
         scores("numeric", ["1"], answers("what?"))
 
 
+def test_long_numbers_are_compared_to_the_last_digit() -> None:
+    long = "1" * 40
+    assert scores("numeric", [f"{long}1", long, f"{long[:-1]}2"], answers(*[long] * 3)) == [0, 1, 0]
+
+
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not here")
 def test_every_gsm8k_solution_earns_its_own_reward_and_no_other() -> None:
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
@@ -96,8 +105,6 @@ def test_regex_wants_the_whole_answer_unless_told_otherwise() -> None:
     assert scores("regex", [good, f"{good} and more", ""], pattern=pattern) == [1, 0, 0]
     assert scores("regex", [f"{good} more"], pattern=pattern, whole=False) == [1]
     assert scores("regex", ["YES"], pattern="yes", ignore_case=True) == [1]
-    with pytest.raises(RewardError, match="not a regular expression"):
-        scores("regex", ["a"], pattern="(")
 
 
 def test_json_schema_takes_what_the_schema_accepts() -> None:
@@ -120,11 +127,31 @@ def test_json_schema_takes_what_the_schema_accepts() -> None:
     assert scores("json_schema", [fenced], schema=schema, fenced=True) == [1]
 
 
-def test_a_schema_that_is_none_or_wants_the_network_is_named() -> None:
-    with pytest.raises(RewardError, match="not a JSON schema"):
-        scores("json_schema", ["1"], schema={"type": "nonsense"})
+def test_a_schema_that_wants_the_network_is_named() -> None:
     with pytest.raises(RewardError, match=r"refers to 'http://127\.0\.0\.1:9/x'"):
         scores("json_schema", ["1"], schema={"$ref": "http://127.0.0.1:9/x"})
+
+
+@pytest.mark.parametrize(
+    ("function", "said", "options"),
+    [
+        ("regex", "a" * 40 + "!", {"pattern": "(a+)+"}),
+        ("exact_match", "a" * 40 + "!", {"pattern": "((?:a+)+)b"}),
+        ("json_schema", json.dumps("a" * 40 + "!"), {"schema": {"pattern": "^(a+)+$"}}),
+    ],
+)
+def test_a_pattern_that_takes_for_ever_is_named_with_the_answer(
+    monkeypatch: pytest.MonkeyPatch, function: str, said: str, options: dict
+) -> None:
+    monkeypatch.setattr(verifiable, "PATIENCE", 0.2)
+    rang = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        with pytest.raises(RewardError, match=r"no verdict on .*aaaa!.* after 0\.2 s; write"):
+            scores(function, [said], answers("aab"), **options)
+        assert signal.getsignal(signal.SIGALRM) == signal.SIG_IGN
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, rang)
 
 
 def test_length_falls_beside_its_range() -> None:
@@ -147,6 +174,14 @@ def test_each_reward_has_its_name_and_the_sum_its_weights() -> None:
     found = rewards.load(specs, {}, "cpu")([[], []], ["aa", "b"], [{}, {}])
     assert found["regex"] == [1, 0] and found["regex_2"] == [0, 1] and found["length"] == [0, 1]
     assert found["total"] == [2.0, -0.5]
+
+
+def test_no_two_rewards_have_one_name() -> None:
+    """Or the scores of one would stand in for the other's in the sum."""
+    named = ("m:regex_2", "regex", "regex", "m:total")
+    options = {"regex": {"pattern": "a"}}
+    specs = [Reward(function=each, options=options.get(each, {})) for each in named]
+    assert names(specs) == ["regex_2", "regex", "regex_3", "total_2"]
 
 
 def test_your_own_function_is_found_by_module_or_by_file(
@@ -214,12 +249,15 @@ def test_a_reward_that_raises_is_named_with_its_batch(tmp_path: Path) -> None:
     assert said.startswith("reward bad raised, on a batch that begins with ")
     assert '"content": "q0"' in said and '"completion": "c0"' in said and '"answer": "a0"' in said
     assert said.endswith("ZeroDivisionError: division by zero") and "input_ids" not in said
+    several = misbehave(tmp_path, "raise ValueError('one' + chr(10) + '  two')")
+    assert several.endswith("ValueError: one two")
 
 
 def test_the_wrong_number_of_scores_is_named(tmp_path: Path) -> None:
     assert "bad returned 2 scores for 3 completions" in misbehave(tmp_path, "return [1.0, 2.0]")
     assert "returned NoneType and not a list" in misbehave(tmp_path, "pass")
     assert "returned generator" in misbehave(tmp_path, "return (1.0 for _ in rows)")
+    assert "returned NoneType" in misbehave(tmp_path, "rows.clear(); completions.clear()")
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "None", "'1'"])
@@ -234,11 +272,40 @@ def test_arrays_and_truths_are_numbers_too(tmp_path: Path) -> None:
         "import numpy as np\n"
         "def array(p, c, r): return np.ones(len(r), dtype=np.float32)\n"
         "def truths(p, c, r): return [True for _ in r]\n"
+        "def array_truths(p, c, r): return [np.True_ for _ in r]\n"
     )
-    for name in ("array", "truths"):
+    for name in ("array", "truths", "array_truths"):
         spec = Reward(function=f"good:{name}", file=path)
         found = rewards.load((spec,), {}, "cpu")([[]], ["c"], [{}])
         assert found["total"] == [1.0] and type(found["total"][0]) is float
+
+
+def test_a_number_beyond_any_float_and_an_exit_are_no_scores(tmp_path: Path) -> None:
+    said = misbehave(tmp_path, "return [1.0, 10**400, 1.0]")
+    assert "gave one beyond any float, not a finite number" in said and '"c1"' in said
+    assert "not a finite number" in misbehave(tmp_path, "return [1e300] * 3")
+    assert misbehave(tmp_path, "raise SystemExit(0)").endswith("SystemExit: 0")
+
+
+def test_a_file_does_not_stand_in_for_a_library(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("def one(p, c, r): return [1.0 for _ in r]\n")
+    spec = Reward(function="json:one", file=tmp_path / "json.py")
+    assert rewards.load((spec,), {}, "cpu")([[]], ["c"], [{}])["one"] == [1.0]
+    assert sys.modules["json"] is json
+
+
+def test_what_one_reward_does_to_its_rows_is_not_for_the_next(tmp_path: Path) -> None:
+    (tmp_path / "rude.py").write_text(
+        "def rude(prompts, completions, rows):\n"
+        "    prompts[0][0]['content'] = rows[0].pop('answer')\n"
+        "    completions.reverse()\n"
+        "    return [0.0 for _ in rows]\n"
+    )
+    rude = Reward(function="rude:rude", file=tmp_path / "rude.py")
+    scorer = rewards.load((rude, Reward(function="exact_match")), {}, "cpu")
+    asked = [[{"role": "user", "content": "?"}]] * 2
+    assert scorer(asked, ["a", "b"], answers("a", "a"))["exact_match"] == [1, 0]
+    assert asked[0][0]["content"] == "?"
 
 
 def test_ctrl_c_inside_a_reward_is_no_reward_error(tmp_path: Path) -> None:
@@ -260,11 +327,47 @@ def test_ctrl_c_inside_a_reward_is_no_reward_error(tmp_path: Path) -> None:
         ({"function": "regex", "options": {"patern": "a"}}, "regex has no option patern; it takes"),
         ({"model": True, "options": {"a": 1}}, "belong to a function"),
         ({"function": "regex", "options": {"pattern": "a"}, "file": "x.py"}, "regex is built in"),
+        ({"function": "regex", "options": {"pattern": "("}}, "not a regular expression"),
+        ({"function": "regex", "options": {"pattern": 5}}, "option pattern: .* valid string"),
+        (
+            {"function": "regex", "options": {"pattern": "a", "whole": "no"}},
+            "regex: the option whole: .* valid boolean",
+        ),
+        (
+            {"function": "exact_match", "options": {"pattern": "(a)(b)"}},
+            "has 2 groups; mark what is compared by one",
+        ),
+        ({"function": "numeric", "options": {"tolerance": -1}}, "tolerance: .* equal to 0"),
+        ({"function": "json_schema", "options": {"schema": {"type": "x"}}}, "not a JSON schema"),
+        (
+            {"function": "json_schema", "options": {"schema": {}, "for_json": 2}},
+            "for_json: .* equal to 1",
+        ),
+        ({"function": "length", "options": {"most": 9, "unit": "tokens"}}, "unit: .* 'words'"),
+        ({"function": "length", "options": {"most": "9"}}, "most: .* valid integer"),
+        ({"function": "length", "options": {"most": 1, "least": 2}}, "at least 2 and at most 1"),
     ],
 )
 def test_a_reward_that_cannot_be_is_refused_at_once(spec: dict, says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         Reward.model_validate(spec)
+
+
+def test_rewards_that_only_watch_teach_nothing() -> None:
+    watching = {"rewards": [{"function": "numeric", "weight": 0}]}
+    for config in (GRPO, PPO):
+        with pytest.raises(ValidationError, match="every reward has weight 0"):
+            config.model_validate(watching)
+    assert Evaluate.model_validate(watching).rewards
+
+
+def test_a_row_that_cannot_be_rated_is_named_before_the_work() -> None:
+    numeric = rewards.load((Reward(function="numeric"),), {}, "cpu")
+    rows = [{"prompt_ids": [1], "answer": text} for text in ("#### 5", "I do not know")]
+    rewards.check_rows(numeric, rows[:1], None, max_new_tokens=8)
+    said = r"conversations/train, row 1: reward numeric: there is no number in 'I do .*; mend the"
+    with pytest.raises(RewardError, match=said):
+        rewards.check_rows(numeric, rows, None, max_new_tokens=8)
 
 
 def test_a_reward_model_that_was_not_given_is_named() -> None:

@@ -403,7 +403,7 @@ def test_a_merge_over_the_boundary_is_trained_and_counted(tmp_path: Path, models
         ("mistral", [user("a"), *ONE_TURN], "cannot_be_rendered", "roles must alternate"),
         ("flipping", ONE_TURN, "history_rewritten", "before turn 1"),
         ("short_answer", TWO_TURNS, "answer_rewritten", "turn 1"),
-        ("no_stop", ONE_TURN, "no_stop_token", "tokens"),
+        ("no_stop", ONE_TURN, "no_stop_token", "no special token"),
         ("two_bos", ONE_TURN, "two_bos", "two BOS"),
         ("chatml", [user("a"), assistant("b<|im_end|>c")], "special_token_in_text", "turn 1"),
         ("mistral", [user("<s>a</s>"), assistant("b")], "special_token_in_text", "'<s>'"),
