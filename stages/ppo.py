@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -180,7 +180,6 @@ def ppo(
     from stages.rl import engine, loop, models, start
     from stages.rl.actor_critic import bare
     from stages.rl.export import export
-    from stages.rl.generation import Sampling
     from stages.rl.rollout import Split
     from stages.rl.work import Work, prompt_order
 
@@ -194,14 +193,7 @@ def ppo(
     module = models.load(config, folder, reward / "model" if reward else None)
     read = {name: bare(getattr(module, name)).config for name in ("policy", "critic")}
     start.check_prompts(list(rows["prompt_ids"]), read, max_new_tokens=config.max_new_tokens)
-    stops = models.stop_ids(module, tokenizer, folder)
-    sampling = Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        max_new_tokens=config.max_new_tokens,
-        stops=stops,
-        pad=stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-    )
+    sampling = _sampling(config, tokenizer, models.stop_ids(module, tokenizer, folder))
     wrapped = engine.wrap(module, config, ctx, args)
     work = Work(
         config=config,
@@ -232,6 +224,18 @@ def ppo(
     metrics = loop.train(work)
     export(work.engine, tokenizer, ctx.out)
     return metrics
+
+
+def _sampling(config: PPO, tokenizer: Any, stops: tuple[int, ...]) -> "Sampling":
+    from stages.rl.generation import Sampling
+
+    return Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_new_tokens=config.max_new_tokens,
+        stops=stops,
+        pad=stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+    )
 
 
 def _generator(
