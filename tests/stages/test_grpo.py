@@ -131,25 +131,19 @@ def test_prompts_that_cannot_be_answered_are_told(
 
     rows = [{"prompt_ids": ids, "answer": "37 m"} for ids in prompts]
     Dataset.from_list(rows).save_to_disk(tmp_path / "data" / "conversations" / "train")
+    refused(said, tmp_path, policy=task / "base", data=tmp_path / "data")
+
+
+def refused(said: str, out: Path, *, policy: Path, data: Path) -> None:
     with pytest.raises(StageError, match=said):
-        grpo(
-            GRPO.model_validate(BASE),
-            Context(tmp_path),
-            policy=task / "base",
-            data=tmp_path / "data",
-        )
+        grpo(GRPO.model_validate(BASE), Context(out), policy=policy, data=data)
 
 
 def test_an_adapter_is_no_policy(task: Path, tmp_path: Path) -> None:
     shutil.copytree(task / "base", tmp_path / "policy")
     (tmp_path / "policy" / "model" / "adapter_config.json").write_text("{}")
-    with pytest.raises(StageError, match="an adapter without its base"):
-        grpo(
-            GRPO.model_validate(BASE),
-            Context(tmp_path),
-            policy=tmp_path / "policy",
-            data=task / "data",
-        )
+    said = "an adapter without its base"
+    refused(said, tmp_path, policy=tmp_path / "policy", data=task / "data")
 
 
 def test_answers_end_where_the_generation_config_says(task: Path, tmp_path: Path) -> None:
