@@ -1,13 +1,24 @@
 """Run descriptions: the strict base model, and how a YAML recipe becomes one."""
 
+import ast
 import difflib
+import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 C = TypeVar("C", bound="Config")
 
@@ -17,9 +28,7 @@ RECIPES = Path(__file__).parent / "recipes"
 class Config(BaseModel):
     """An immutable, strict value: unknown keys are errors and instances are hashable."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -30,6 +39,39 @@ class Config(BaseModel):
             if isinstance(value, bool) and field and "bool" not in str(field.annotation):
                 raise ValueError(f"{name} is a {field.annotation}, not {value}")
         return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The docstring below a field is its help. Pydantic would read them all whenever a class is
+        made, a third of the time that importing the project takes."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in _docstrings(cls).items():
+            if name in properties:
+                properties[name].setdefault("description", text)
+        return schema
+
+
+def _docstrings(cls: type[Config]) -> dict[str, str]:
+    """The text below each field of ``cls`` and of the classes that it extends."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__[: cls.__mro__.index(Config)]):
+        try:
+            [body] = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        except (OSError, TypeError):  # a class that stands in no file
+            continue
+        for field, text in itertools.pairwise(getattr(body, "body", [])):
+            match field, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(words))),
+                ):
+                    found[name] = inspect.cleandoc(words)
+                case _:
+                    pass
+    return found
 
 
 class ConfigError(ValueError):

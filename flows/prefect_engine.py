@@ -205,6 +205,7 @@ def _import_prefect() -> None:
     gc.disable()  # a tenth of the time
     import prefect.main  # noqa: F401  # the module that also sets up logging
 
+    gc.freeze()  # what was imported stays; later collections need not walk it
     gc.enable()
 
 
