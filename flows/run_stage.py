@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -374,8 +375,7 @@ def _manifest(planned: Plan, way: Way, *, seconds: float) -> manifest.Manifest:
         "choice": [way.text, way.why] if way.why else None,
         "moves": moves.read(out),
         "ranks": _ranks(out),
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in PACKAGES},
+        "versions": dict(_versions()),
     }
     model = out / "model"
     return manifest.Manifest(
@@ -385,6 +385,12 @@ def _manifest(planned: Plan, way: Way, *, seconds: float) -> manifest.Manifest:
         files=manifest.sizes(out),
         checkpoint=checkpoint.describe(model) if model.is_dir() else None,
     )
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = ((name, metadata.version(name)) for name in PACKAGES)
+    return (("python", platform.python_version()), *found)
 
 
 def _ranks(out: Path) -> list[dict[str, Any]]:
