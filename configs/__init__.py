@@ -24,6 +24,9 @@ C = TypeVar("C", bound="Config")
 
 RECIPES = Path(__file__).parent / "recipes"
 
+MOST_SHOWN = 80
+"""Characters of a value in a message; a fault between two fields is one of the whole recipe."""
+
 
 class Config(BaseModel):
     """An immutable, strict value: unknown keys are errors and instances are hashable."""
@@ -158,6 +161,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "it cannot be read"
         raise ConfigError(f"{override!r}: the value is not YAML ({problem})") from None
+    if "#" in text and "#" not in str(value):
+        raise ConfigError(f"{override!r}: in YAML a comment begins at #; quote the whole value")
     *parents, leaf = key.split(".")
     node = data
     for depth, parent in enumerate(parents, 1):
@@ -165,7 +170,9 @@ def _apply(data: dict[str, Any], override: str) -> None:
         if child is None:
             child = node[parent] = {}
         if not isinstance(child, dict):
-            raise ConfigError(f"{override!r}: {'.'.join(parents[:depth])} has no keys under it")
+            place = ".".join(parents[:depth])
+            hint = f"; give the whole list, {place}=[...]" if isinstance(child, list) else ""
+            raise ConfigError(f"{override!r}: {place} has no keys under it{hint}")
         node = child
     if leaf == "kind" and node.get("kind", value) != value:
         node.clear()
@@ -182,7 +189,9 @@ def _line(fault: Mapping[str, Any], data: Any, path: Path, overrides: Iterable[s
         return f"{start}: unknown key, nothing reads it"
     if fault["type"] == "missing":
         return f"{start}: missing, and it has no default"
-    return f"{start}: {fault['msg']} (got {got!r})"
+    text = repr(got)
+    got = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return f"{start}: {fault['msg'].removeprefix('Value error, ')} (got {got})"
 
 
 def _place(loc: tuple[Any, ...], data: Any) -> str:

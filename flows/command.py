@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,8 +47,8 @@ def main(
     options = _parser(name, description, default).parse_intermixed_args(argv)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _preempt)
-    recipe, overrides = _recipe(options.recipe, default)
     try:
+        recipe, overrides = _recipe(options.recipe, default)
         config = load(schema, recipe, overrides)
         if options.plan or options.probe:
             return show_plan(config, body, probing=options.probe)
@@ -63,6 +64,8 @@ def main(
         if isinstance(error, StageFailed) and error.kind in (PREEMPTED, CANCELLED):
             return REQUEUE_EXIT
         return CONFIG_EXIT if isinstance(error, ConfigError) else FAILED_EXIT
+    except BrokenPipeError:  # whoever reads what is printed has read enough
+        return FAILED_EXIT
     except OSError as error:
         print(f"{error.filename or 'store'}: {error.strerror or error}", file=sys.stderr)
         return FAILED_EXIT
@@ -74,7 +77,8 @@ def main(
 
 def leave(code: int) -> NoReturn:
     """End the process with everything printed, without the second that Python takes to clear up."""
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
@@ -99,7 +103,7 @@ def _parser(name: str, description: str | None, default: str) -> argparse.Argume
         "recipe",
         nargs="*",
         metavar="RECIPE.yaml | key=value",
-        help=f"a recipe (default: {default}.yaml), then overrides such as sft.config.epochs=2",
+        help=f"a recipe (default: {default}), then overrides such as sft.config.epochs=2",
     )
     parser.add_argument(
         "--plan", action="store_true", help="say what would be done, and do nothing"
@@ -119,12 +123,11 @@ def _parser(name: str, description: str | None, default: str) -> argparse.Argume
 
 
 def _recipe(words: list[str], default: str) -> tuple[Path, list[str]]:
-    """A first word without ``=`` is a recipe: a path, or the name of one that comes with us."""
+    """A first word without ``=`` is the name of a recipe that comes with us, or else a path."""
     if not words or "=" in words[0]:
         return RECIPES / f"{default}.yaml", words
-    first, rest = Path(words[0]), words[1:]
-    ours = RECIPES / first.with_suffix(".yaml").name
-    return (ours if not first.exists() and ours.exists() else first), rest
+    ours = {path.stem: path for path in RECIPES.glob("*.yaml")}
+    return ours.get(words[0], Path(words[0])), words[1:]
 
 
 def _run(config: Any, body: Body, *, name: str, engine: str, conclude: Conclude | None) -> int:

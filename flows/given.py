@@ -36,6 +36,14 @@ def _data(step: Step[Fetch]) -> Step[Fetch]:
     return step
 
 
+def _place(path: Path) -> Path:
+    """A shell turns ``~`` into a home before we see it; a recipe and a form would get a folder of
+    that name."""
+    if str(path).startswith("~"):
+        raise ValueError(f"{path}: ~ is your home to a shell alone; write the whole path")
+    return path
+
+
 CheckpointSource = Annotated[Step[Fetch], AfterValidator(_checkpoint)]
 """Where something comes from that a training left, in any layout."""
 
@@ -46,16 +54,20 @@ DataSource = Annotated[Step[Fetch], AfterValidator(_data)]
 """Where rows come from."""
 
 
+Place = Annotated[Path, AfterValidator(_place)]
+"""A directory to write into."""
+
+
 class Named(Config):
     """What every run has."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The run's folder under ``runs``; a later run of this name takes its place."""
 
-    store: Path = Path("store")
+    store: Place = Path("store")
     """Directory of finished work; an output's place follows from what it was computed from."""
 
-    runs: Path = Path("runs")
+    runs: Place = Path("runs")
     """Directory of runs: for each its settings, a link to every output, and the report."""
 
 

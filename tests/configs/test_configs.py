@@ -6,8 +6,9 @@ import pytest
 from pydantic import PositiveFloat
 
 from backends import AnyBackend, Local
-from configs import Config, ConfigError, load
+from configs import RECIPES, Config, ConfigError, load
 from flows.catalogue import FLOWS, Deployable
+from flows.retrain import Retrain
 from flows.sft_then_dpo import SFTThenDPO
 from tests.small import given
 
@@ -49,6 +50,20 @@ def test_a_kind_is_set_before_what_belongs_to_it(tmp_path: Path) -> None:
     assert load(Outer, path, words).inner.backend.model_dump()["zero_stage"] == 1
 
 
+def test_a_fault_between_fields_is_told_in_a_short_line(tmp_path: Path) -> None:
+    words = ["gate.metric=conversations/exact_match_change", "evaluate.config.generate_rows=0"]
+    with pytest.raises(ConfigError) as caught:
+        load(Retrain, RECIPES / "tiny.yaml", words)
+    assert "recipe: gate.metric: " in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_home_that_only_a_shell_knows_is_refused(tmp_path: Path) -> None:
+    for key in ("store", "runs"):
+        with pytest.raises(ConfigError, match=rf"{key}: ~/mine: ~ is your home to a shell alone"):
+            load(SFTThenDPO, RECIPES / "tiny.yaml", [f"{key}=~/mine"])
+
+
 def test_an_anchor_is_a_copy(tmp_path: Path) -> None:
     class Two(Config):
         a: Inner
@@ -69,12 +84,14 @@ def test_an_anchor_is_a_copy(tmp_path: Path) -> None:
         ("name: a\ninner: {rate: yes}\n", [], "inner: "),
         ("name: a\ninner: {rate: .inf}\n", [], "inner.rate: "),
         ("name: a\n", ["inner={a"], "the value is not YAML"),
+        ("name: a\n", ["name=set #2"], "quote the whole value"),
         ("name: a\ninner: {backend: {kind: fsdp, shardng: 1}}\n", [], "inner.backend.shardng: "),
         ("name: a\nname: b\n", [], "stands twice"),
         ("name: [a\n", [], "not YAML"),
         ("- a\n", [], "a recipe is a mapping"),
         ("name: a\n", ["inner.rate"], "dotted.key=value"),
         ("name: a\n", ["name.x=1"], "no keys under it"),
+        ("name: a\nmany: [{x: 1}]\n", ["many.0.x=2"], "give the whole list, many=[...]"),
         (
             "name: a\n",
             ["inner.backend.kind=fspd"],

@@ -256,6 +256,37 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, words: list[str], says: str
     assert not store.exists()
 
 
+def test_an_empty_word_in_place_of_a_recipe_is_one_line() -> None:
+    done = python("-m", MODULE, "", "--plan")
+    assert done.returncode == 2 and "cannot be read as a recipe" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_recipe_that_is_not_there_is_not_replaced_by_ours_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()  # nor is ours hidden by what happens to be called so
+    for word, code in (("mine/tiny.yaml", 2), ("tiny", 0)):
+        done = python("-m", MODULE, word, "--plan", cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        if code:
+            assert "mine/tiny.yaml: no such recipe; did you mean " in done.stderr
+
+
+def test_a_reader_who_has_seen_enough_is_no_fault() -> None:
+    argv = [sys.executable, "-m", MODULE, "tiny", "--plan"]
+    with subprocess.Popen(
+        argv, env=os.environ | ENV, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c_while_a_command_is_loaded_shows_no_traceback() -> None:
+    done = python("-c", "import flows; raise KeyboardInterrupt")
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "stopped\n")
+
+
 def test_a_damaged_output_is_not_reused(copied: Path) -> None:
     weights = next(copied.glob("convert/*/model/model.safetensors"))
     with weights.open("r+b") as file:
