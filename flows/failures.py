@@ -165,6 +165,9 @@ def diagnose(label: str, out: Path, ended: Ended) -> Failure:
         )
         return Failure(LOST, _text(head, log=ended.log, advice=LOST.advice))
     own = [fault for fault in faults if _kind(fault) is not LOST_PEER]
+    if ended.asked and not own:
+        head = f"{label} failed ({CANCELLED.name}{_at_step(out)}): asked to stop"
+        return Failure(CANCELLED, _text(head, log=ended.log, advice=CANCELLED.advice))
     if ended.silent and not own:  # a rank that failed may hang while it leaves
         return _stuck(label, out, ended)
     culprit = _first_to_die(said)
@@ -270,7 +273,7 @@ def _vanished(label: str, out: Path, ended: Ended, culprit: Death) -> Failure:
     """A rank that left no word: killed, or ended by code that asks nobody."""
     kind, how = CRASHED, f"exit code {culprit.code} without a word"
     if culprit.code < 0:
-        how = f"signal {signal.Signals(-culprit.code).name}"
+        how = f"signal {_signal(-culprit.code)}"
     if culprit.code == -signal.SIGKILL and ended.oom_kills:
         kind, how = HOST_MEMORY, "killed by the system, which had no memory left"
     elif culprit.code == -signal.SIGKILL:
@@ -310,11 +313,16 @@ def _unrecorded(label: str, ended: Ended, said: str) -> Failure:
     """The launcher itself, or a single process that was killed."""
     code = ended.code
     kind = _by_words(said) or (CRASHED if code < 0 else ERROR)
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    how = f"signal {_signal(-code)}" if code < 0 else f"exit code {code}"
     if code == -signal.SIGKILL and ended.oom_kills:
         kind, how = HOST_MEMORY, "killed by the system, which had no memory left"
     head = f"{label} failed ({kind.name}): {how}"
     return Failure(kind, _text(head, tail=_tail(said), log=ended.log, advice=kind.advice))
+
+
+def _signal(number: int) -> str:
+    """``SIGKILL``; a real-time signal has no name but its number."""
+    return next((each.name for each in signal.Signals if each == number), f"{number}")
 
 
 def _last_of(path: Path, since: int = 0) -> str:

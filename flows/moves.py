@@ -10,6 +10,7 @@ from typing import Any
 from flows.failures import Failure
 from flows.ways import Way
 from stages import resume
+from stages.manifest import write_atomically
 
 NAME = "moves.jsonl"
 
@@ -55,8 +56,8 @@ def move(out: Path, failed: Way, following: Way, failure: Failure) -> str:
         "step": step,
         "time": time.time(),
     }
-    with (out / NAME).open("a") as file:
-        file.write(json.dumps(fact) + "\n")
+    told = [*read(out), fact]
+    write_atomically(out / NAME, "".join(json.dumps(each) + "\n" for each in told))
     return describe(fact)
 
 

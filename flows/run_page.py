@@ -98,16 +98,8 @@ def _row(board: Board, planned: Plan) -> list[str]:
     steps = f"{row['step']:,} of {row['total_steps']:,}" if "step" in row else ""
     if "loss" in row:
         steps += f", loss {row['loss']:.4f}"
-    return [planned.label, f"**{seen.state}**", _bar(percent(seen)), steps, left(seen), seen.event]
-
-
-def left(seen: Seen) -> str:
-    """The time that is left, as the steps so far went."""
-    done = seen.row.get("step", 0) - seen.first.get("step", 0)
-    if not seen.is_live or done <= 0:
-        return ""
-    each = (seen.row["time"] - seen.first["time"]) / done
-    return duration(each * (seen.row["total_steps"] - seen.row["step"]))
+    told = [_bar(percent(seen)), steps, status.left(seen), seen.event]
+    return [planned.label, f"**{seen.state}**", *told]
 
 
 def _bar(share: float) -> str:

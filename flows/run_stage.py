@@ -307,9 +307,11 @@ def _job_text(planned: Plan, way: Way) -> str:
 
 
 def _check_sources(planned: Plan) -> None:
-    """Files that the config names must still be what they were when the run was planned."""
+    """Files that the config names must still be what they were when the run was planned. Else the
+    output must not pass for one that is done, should they be that again."""
     again = manifest.identify(planned.stage, planned.step.config, planned.identity.inputs)
     if again != planned.identity:
+        (planned.out / "metrics.json").unlink(missing_ok=True)
         raise StageFailed(
             f"{planned.label} failed: a file that its config names changed while it was read\n"
             "  next: the same command again, when the file is at rest"
@@ -343,11 +345,15 @@ def job(planned: Plan, way: Way) -> Job:
     )
 
 
+def python_path() -> str:
+    """Where every process of ours looks for modules: our four packages, whose generic names must
+    resolve to this project, and what the user has put there, rewards say."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def _with_environment(planned: Plan, way: Way) -> Launch:
-    """The four packages' generic names must resolve to this project in every rank."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {
-        "PYTHONPATH": path,
+        "PYTHONPATH": python_path(),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",

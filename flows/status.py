@@ -16,6 +16,7 @@ from flows import moves
 from flows.progress import duration
 from flows.report import aligned
 from stages import manifest, resume
+from stages.base import StageError
 from stages.stopping import STOP
 
 REFRESH_SECONDS = 2.0
@@ -30,7 +31,7 @@ class Seen:
     out: Path
     state: str
     """``done``, ``running``, ``stopping``, ``failed``, ``interrupted`` (nobody works on it), or
-    ``waiting``: started by the flow, and not yet by a job."""
+    ``waiting``: started by the flow, and not yet by a job; ``damaged``: its manifest is none."""
 
     row: Mapping[str, Any]
     """The newest line of ``metrics.jsonl``."""
@@ -76,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _runs(folder: Path, name: str | None) -> list[Path]:
-    found = [path.parent for path in folder.glob(f"{name or '*'}/run.json")]
+    files = [folder / name / "run.json"] if name else folder.glob("*/run.json")
+    found = [path.parent for path in files if path.exists()]
     return sorted(found, key=lambda path: (path / "run.json").stat().st_mtime, reverse=True)
 
 
@@ -92,7 +94,7 @@ def _show(folders: list[Path], *, once: bool) -> int:
 
 def look(folder: Path) -> Iterator[Seen]:
     """The stages of the run in ``folder``, in the order in which they began."""
-    links = [path for path in folder.iterdir() if path.is_symlink()]
+    links = [path for path in folder.glob("[!.]*") if path.is_symlink()]  # but what is being made
     for link in sorted(links, key=lambda path: path.lstat().st_mtime_ns):
         yield see(link.name.replace("-", " "), link.resolve())
 
@@ -106,16 +108,26 @@ def see(label: str, out: Path) -> Seen:
         out=out,
         state=state,
         row=logged[-1] if logged else {},
-        first=logged[0] if logged else {},
+        first=_begun(out, logged),
         event=event,
     )
 
 
+def _begun(out: Path, logged: list[dict[str, Any]]) -> Mapping[str, Any]:
+    """The first row of this attempt, or the newest of the one before: a night in between is no
+    measure of a step."""
+    job = out / "job.json"
+    since = job.stat().st_mtime if job.exists() else 0.0
+    return next((row for row in logged if row["time"] >= since), logged[-1] if logged else {})
+
+
 def _state(out: Path) -> tuple[str, str]:
-    if (out / manifest.NAME).exists():
-        found = manifest.read(out)
-        assert found is not None
-        return "done", f"took {duration(found.provenance['seconds'])}"
+    try:
+        done = manifest.read(out)
+    except StageError as error:
+        return "damaged", str(error)
+    if done is not None:
+        return "done", f"took {duration(done.provenance['seconds'])}"
     status = _json(out / supervise.STATUS)
     if not status:
         return "waiting", ""
@@ -167,10 +179,11 @@ def _cells(seen: Seen) -> list[str]:
     loss = f"{row['loss']:.4f}" if "loss" in row else ""
     speed = f"{row['tokens_per_second']:.0f}" if "tokens_per_second" in row else ""
     memory = f"{row['memory_bytes'] / 1e9:.1f} GB" if "memory_bytes" in row else ""
-    return [seen.label, seen.state, steps, loss, speed, memory, _left(seen), seen.event]
+    return [seen.label, seen.state, steps, loss, speed, memory, left(seen), seen.event]
 
 
-def _left(seen: Seen) -> str:
+def left(seen: Seen) -> str:
+    """The time that is left, as the steps of this attempt went."""
     done = seen.row.get("step", 0) - seen.first.get("step", 0)
     if not seen.is_live or done <= 0:
         return ""

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,8 +11,8 @@ WAIT_SECONDS = 0.5
 
 
 def folder() -> Path:
-    """Shared by all users of the machine, as the GPUs are."""
-    return Path(tempfile.gettempdir()) / "gpu-slots"
+    """Shared by all who use the machine, as the GPUs are, whatever their TMPDIR."""
+    return Path("/tmp/gpu-slots")
 
 
 def take(
@@ -63,7 +62,7 @@ def _lock(name: str) -> int | None:
     where.mkdir(exist_ok=True)
     with suppress(PermissionError):
         where.chmod(0o1777)
-    path = where / f"{name}.lock"
+    path = where / f"{name.replace('/', '_')}.lock"  # parts of a GPU have names with slashes
     try:
         # Another user's file need not be written to be locked, and in a folder for all users the
         # kernel refuses to open it as if to create it.

@@ -90,9 +90,9 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
         pass_fds=(lifeline, *job.held),
         start_new_session=True,
     ) as supervisor:
-        os.close(lifeline)
-        _write(str(folder), HANDLE, identity(supervisor.pid) | {"argv": job.argv})
         try:
+            os.close(lifeline)
+            _write(str(folder), HANDLE, identity(supervisor.pid) | {"argv": job.argv})
             while True:
                 try:
                     code = supervisor.wait(timeout=POLL_SECONDS)
@@ -106,7 +106,8 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
             os.close(ours)
             supervisor.wait()
     poll()
-    return code if code < 128 else 128 - code
+    # 255 and 128 are no signals, whatever shells make of such codes.
+    return -number if (number := code - 128) in signal.valid_signals() else code
 
 
 def ended(folder: Path) -> dict[str, Any] | None:
@@ -323,11 +324,12 @@ def _processes() -> list[tuple[int, int]]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of ``/proc/PID/stat`` after the name; none when the process is gone."""
+    """The fields of ``/proc/PID/stat`` after the name; none when the process is gone, or not for us
+    to see."""
     try:
         with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
             return stat.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return []
 
 

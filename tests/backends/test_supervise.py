@@ -64,6 +64,8 @@ def test_exit_codes_signals_and_output_come_back(tmp_path: Path) -> None:
     assert run("print('hello')", log) == 0
     assert run("raise SystemExit(3)", log) == 3
     assert run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", log) == -signal.SIGKILL
+    assert run("import os; os.kill(os.getpid(), 40)", log) == -40
+    assert [run(f"import os; os._exit({code})", log) for code in (128, 255)] == [128, 255]
     assert log.read_text() == "hello\n"
 
 
@@ -234,6 +236,25 @@ def test_a_job_that_shares_gpus_sees_as_many_as_it_asked_for(
     here = ThisMachine(share_gpus=True)
     assert here.run(launch, gpus=1, log=log, lock=1, poll=lambda: None) == 0
     assert log.read_text() == "x0\n"
+
+
+def test_jobs_with_a_tmpdir_of_their_own_and_parts_of_a_gpu_are_locked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from backends.placement import slots; print(slots.folder())"
+    places = {
+        subprocess.check_output(
+            [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"TMPDIR": str(each)}
+        )
+        for each in (tmp_path, ROOT)
+    }
+    assert len(places) == 1
+    monkeypatch.setattr(slots, "folder", lambda: tmp_path / "slots")
+    parts = ["MIG-GPU-0a1b/1/0", "MIG-GPU-0a1b/2/0"]
+    held = [slots.take(1, visible=parts, poll=lambda: None) for _ in parts]
+    assert [names for names, _ in held] == [[part] for part in parts]
+    for _, locks in held:
+        slots.release(locks)
 
 
 SECOND_USER = """

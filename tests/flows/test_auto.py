@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -114,6 +115,25 @@ def test_a_move_is_written_down_and_never_undone(
     moves.move(found.out, second, third, Failure(HOST_MEMORY, ""))
     assert found.remaining == found.ways[2:]
     assert [fact["to"] for fact in moves.read(found.out)] == [second.text, third.text]
+
+
+def test_a_move_that_a_full_disk_cuts_short_costs_none_of_those_before(
+    small: Path, tmp_path: Path, known: Lineage
+) -> None:
+    found = planned(small, tmp_path, known, step(SFT(global_batch_size=32)))
+    found.out.mkdir(parents=True)
+    first, second, third, *_ = found.ways
+    moves.move(found.out, first, second, Failure(HOST_MEMORY, ""))
+    before = moves.read(found.out)
+    size = (found.out / moves.NAME).stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            moves.move(found.out, second, third, Failure(HOST_MEMORY, ""))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert moves.read(found.out) == before
 
 
 KILLED = "Root Cause (first observed failure):\n  rank      : 1\n  exitcode  : -9 (pid: 7)\n"
