@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import yaml
+from pydantic import ValidationError
 
 from configs import read
 from flows import forms
 from flows.catalogue import FLOWS, Deployable
-from flows.run_stage import ROOT
+from flows.prefect_server import reach_loopback
+from flows.run_stage import python_path
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.responses import DeploymentResponse
+    from prefect.client.schemas.schedules import CronSchedule
 
 POOL = "this-machine"
 HEARTBEAT_SECONDS = 60
@@ -28,6 +31,7 @@ WAIT_SECONDS = 0.2
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    reach_loopback()
     if options.yaml:
         print(as_yaml(), end="")
         return 0
@@ -36,12 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.notify and not options.automations:
             raise ValueError("--notify is for the automations: add --automations")
-        schedules = dict(map(_schedule, options.schedule))
+        schedules = _asked_for(options.schedule, timezone=options.timezone)
         _wait_for_server(options.wait)
         with _client() as client:
-            names = deploy(
-                client, pool=options.pool, schedules=schedules, timezone=options.timezone
-            )
+            names = deploy(client, pool=options.pool, schedules=schedules)
             if options.automations:
                 from flows import automations
 
@@ -108,7 +110,7 @@ def _wait_for_server(seconds: float) -> None:
 def answers(url: str) -> bool:
     """Whether an API says that it is well, or that it wants a password."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as reply:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=2) as reply:
             return reply.status == 200
     except urllib.error.HTTPError as refusal:
         return refusal.code in (401, 403)
@@ -116,34 +118,47 @@ def answers(url: str) -> bool:
         return False
 
 
-def _schedule(text: str) -> tuple[str, str]:
+def _asked_for(texts: Sequence[str], *, timezone: str) -> dict[str, list["CronSchedule"]]:
+    """What each ``--schedule`` asks for, by deployment, which may have several."""
+    found: dict[str, list[CronSchedule]] = {}
+    for name, schedule in (_schedule(text, timezone) for text in texts):
+        found.setdefault(name, []).append(schedule)
+    return found
+
+
+def _schedule(text: str, timezone: str) -> tuple[str, "CronSchedule"]:
+    """The deployment that ``--schedule`` names, and when it is to run."""
     name, equals, cron = text.partition("=")
     if not equals or name.count("/") != 1:
         raise ValueError(f"--schedule {text!r}: written FLOW/RECIPE=CRON")
-    return name, cron
+    from prefect.client.schemas.schedules import CronSchedule
+
+    try:
+        return name, CronSchedule(cron=cron, timezone=timezone)
+    except ValidationError as error:
+        said = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+        raise ValueError(f"--schedule {text!r} --timezone {timezone}: {said}") from None
 
 
 def deploy(
     client: "SyncPrefectClient",
     *,
     pool: str = POOL,
-    schedules: Mapping[str, str] | None = None,
-    timezone: str = "UTC",
+    schedules: Mapping[str, Sequence["CronSchedule"]] | None = None,
 ) -> list[str]:
     """Create every deployment, or bring it up to date; their names."""
-    wanted = dict(schedules or {})
+    wanted = schedules or {}
+    names = [f"{flow.name}/{recipe.stem}" for flow in FLOWS.values() for recipe in flow.recipes()]
+    if unknown := [name for name in wanted if name not in names]:
+        raise ValueError(f"--schedule: no deployment {', '.join(unknown)}; there are {names}")
     ensure_pool(client, pool)
-    names = []
     for flow in FLOWS.values():
         schema = forms.parameter_schema(flow)
         flow_id = client.create_flow_from_name(flow.name)
         for recipe in flow.recipes():
-            name = f"{flow.name}/{recipe.stem}"
+            asked = wanted.get(f"{flow.name}/{recipe.stem}", ())
             _deploy_one(client, flow, recipe, flow_id=flow_id, schema=schema, pool=pool,
-                        cron=wanted.pop(name, None), timezone=timezone)  # fmt: skip
-            names.append(name)
-    if wanted:
-        raise ValueError(f"--schedule: no deployment {', '.join(wanted)}; there are {names}")
+                        asked=asked)  # fmt: skip
     return names
 
 
@@ -155,17 +170,14 @@ def _deploy_one(
     flow_id: Any,
     schema: dict[str, Any],
     pool: str,
-    cron: str | None,
-    timezone: str,
+    asked: Sequence["CronSchedule"],
 ) -> None:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
-    from prefect.client.schemas.schedules import CronSchedule
 
     there = _existing(client, f"{flow.name}/{recipe.stem}")
     schedules = _schedules(client, there.id) if there else []
-    if cron:
-        schedule = CronSchedule(cron=cron, timezone=timezone)
-        schedules = [DeploymentScheduleCreate(schedule=schedule, active=True)]
+    if asked:
+        schedules = [DeploymentScheduleCreate(schedule=each, active=True) for each in asked]
     client.create_deployment(
         flow_id=flow_id,
         name=recipe.stem,
@@ -259,7 +271,7 @@ def job_variables() -> dict[str, Any]:
         "working_dir": str(Path.cwd()),
         "stream_output": False,
         "env": {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(),
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
             "DO_NOT_TRACK": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",

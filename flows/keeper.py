@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from backends.placement import supervise
 from flows.endings import Ending
-from stages import resume
+from stages import manifest, resume
 from stages.manifest import write_atomically
 
 if TYPE_CHECKING:
@@ -40,12 +40,13 @@ SERVER_SECONDS = 6 * 3600.0
 """How long a server that does not answer is waited for."""
 
 
-def begin(folder: Path, run: str, *, attempt: int) -> Path:
-    """Write the run's file and start its keeper; the file."""
+def begin(folder: Path, run: str, *, attempt: int, api: str | None = None) -> Path:
+    """Write the file of a run of the server at ``api``, and start its keeper; the file."""
     path = folder / FOLDER / f"{run}-{attempt}.json"  # the keeper before may still be at work
     path.parent.mkdir(parents=True, exist_ok=True)
     me = supervise.identity(os.getpid())
-    write_atomically(path, json.dumps({"run": run, "attempt": attempt, "flow": me}))
+    facts = {"run": run, "attempt": attempt, "flow": me, "api": api}
+    write_atomically(path, json.dumps(facts))
     subprocess.Popen(
         [sys.executable, "-m", "flows.keeper", str(path)],
         stdin=subprocess.DEVNULL,
@@ -176,6 +177,8 @@ def stopped(facts: Mapping[str, Any]) -> str:
     out = Path(facts["out"])
     newest = resume.newest(out)
     saved = f"checkpoint of step {resume.step(newest):,} saved" if newest else "nothing saved yet"
+    if (out / manifest.NAME).exists():
+        saved = "its output is complete"
     processes = facts.get("processes") or (supervise.ended(out) or {}).get("processes", 0)
     return (
         f"at {facts['label']}{_step(out)}, {saved}, {processes} processes ended, "

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flows.endings import Ending
-from flows.failures import PREEMPTED, StageFailed
-from flows.prefect_server import Api, PrefectError, starting
+from flows.failures import CANCELLED, PREEMPTED, StageFailed
+from flows.prefect_server import Api, PrefectError, reach_loopback, starting
 from flows.steps import Artifact, Runner, Step
 from stages.training import Training
 
@@ -49,6 +49,7 @@ def run_flow(
     the run cannot be recorded from its start; a server that is lost later costs the record and
     never the run.
     """
+    reach_loopback()
     with starting(say) as ready:
         _import_prefect()
         _leave_the_terminal_alone()
@@ -145,7 +146,7 @@ class Outcome(Generic[T]):
 
         if isinstance(self.error, KeyboardInterrupt):
             return Cancelled(message=_first_line(self.error))
-        if isinstance(self.error, StageFailed) and self.error.kind is PREEMPTED:
+        if isinstance(self.error, StageFailed) and self.error.kind in (PREEMPTED, CANCELLED):
             return Crashed(name="Preempted", message=_first_line(self.error))
         if self.error is not None:
             return Failed(message=_first_line(self.error))

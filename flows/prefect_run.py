@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-import re
+import os
 import signal
 import time
 from collections import deque
@@ -64,9 +64,9 @@ def carry_out(flow: Deployable, asked: Asked) -> "State[Any]":
     stored = _stored_run()
     if late := _late(stored, asked.late_minutes):
         return Ending("Skipped", late).state()
-    home = _prefect_home()
+    home, api = _home_and_api()
     keeper.settle_all(home)
-    record = keeper.begin(home, str(stored.id), attempt=stored.run_count)
+    record = keeper.begin(home, str(stored.id), attempt=stored.run_count, api=api)
     this = Run(stored, record, _limited_say())
     outcome = Outcome[Ending]()
     with outcome, _heeding_signals(record):
@@ -118,7 +118,7 @@ def _as_plan_task(flow: Deployable, config: Any, this: Run) -> list[Plan]:
     def look_ahead() -> "State[Any]":
         with outcome:
             plans = outcome.value = _plans(flow, config)
-            key = _slug(f"plan-{flow.name}-{config.name}")
+            key = run_names.slug(f"plan-{flow.name}-{config.name}")
             _show_plan(plan_page.page(config, plans), key, this)
             if blocked := runs.obstacles(plans):
                 raise ConfigError("\n".join(blocked))
@@ -148,7 +148,7 @@ def _plans(flow: Deployable, config: Any) -> list[Plan]:
 def _run(flow: Deployable, config: Any, plans: list[Plan], this: Run) -> Ending:
     runs.begin(config)
     board = Board(config.name, runs.folder(config), tuple(plans), {})
-    key = _slug(f"run-{flow.name}-{config.name}")
+    key = run_names.slug(f"run-{flow.name}-{config.name}")
     watch = Watch(board, key=key, run=this.run.id, record=this.record)
     outcome = Outcome[list[Artifact]]()
     with outcome, watch:
@@ -298,9 +298,15 @@ def _alone(config: Any, this: Run) -> Iterator[str | None]:
                 yield f"an earlier run named {config.name} is still at work; runs do not overlap"
                 return
             _set_running(this, "Queued", f"waits for an earlier run named {config.name} to end")
-            runs.wait_for(take)
+            runs.wait_for(take, poll=lambda: _heed_cancelling(this))
             _set_running(this, "Running", "")
         yield None
+
+
+def _heed_cancelling(this: Run) -> None:
+    """Once its worker was killed, nobody else tells a run that waits."""
+    if _is_cancelling(this):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --- Prefect
@@ -314,10 +320,11 @@ def _stored_run() -> Any:
         return client.read_flow_run(flow_run.id)  # run_count and all, as the server has them
 
 
-def _prefect_home() -> Path:
+def _home_and_api() -> tuple[Path, str | None]:
     from prefect.settings import get_current_settings
 
-    return get_current_settings().home
+    settings = get_current_settings()
+    return settings.home, settings.api.url
 
 
 def _rename(run: Any, name: str) -> None:
@@ -334,6 +341,9 @@ def _set_running(this: Run, name: str, message: str) -> None:
 
     state = State(type=StateType.RUNNING, name=name, message=message)
     with impatient(), server_may_be_away(), get_client(sync_client=True) as client:
+        found = client.read_flow_run(this.run.id).state
+        if found is not None and (found.is_cancelling() or found.is_cancelled()):
+            return  # that is the word that counts, and it would be overwritten
         client.set_flow_run_state(this.run.id, state, force=True)
         # The server counts each entry into a running state as a run.
         keeper.note(this.record, attempt=client.read_flow_run(this.run.id).run_count)
@@ -343,11 +353,6 @@ def _digest(plans: Sequence[Plan]) -> str:
     """Tells a plan from every other: what will be computed, from what."""
     text = " ".join(each.identity.fingerprint for each in plans)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _slug(text: str) -> str:
-    """What Prefect takes as an artifact's key."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _show_plan(text: str, key: str, this: Run) -> None:

@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from configs import Config
-from flows import promotion
+from flows import promotion, run_names
 from flows.approval import Ask, AskedElsewhere
 from flows.endings import Ending
 from flows.sft_then_dpo import SFTThenDPO, sft_then_dpo
@@ -121,7 +121,8 @@ def _promoted(
     store, name, out = config.store, config.name, candidate.path
     if config.gate.approval:
         try:
-            decision = ask(f"{name}: {told}; {out}", f"{candidate.fingerprint}-{before or 'first'}")
+            key = run_names.slug(f"{name}-{candidate.fingerprint}-{before or 'first'}")
+            decision = ask(f"{name}: {told}; {out}", key)
         except AskedElsewhere as other:
             return Ending("Nothing new", f"{other}; {out}")
         told = f"{told}; {decision.comment}" if decision.comment else told
@@ -161,7 +162,7 @@ def _split_of(out: Path) -> dict[str, object] | None:
             return None
         out = out.parent.parent / stage / done.identity.inputs["data"]
     done = manifest.read(out)
-    return done and {key: done.identity.config[key] for key in SPLIT_BY}
+    return done and {key: done.identity.config.get(key) for key in SPLIT_BY}
 
 
 def _compared_with(artifacts: Sequence[Artifact]) -> str:
@@ -216,7 +217,7 @@ def _other_command(argv: Sequence[str]) -> int:
     options = parser.parse_args([re.sub(r"^store=", "--store=", word) for word in argv])
     try:
         _carry_out(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -255,4 +256,6 @@ def _main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    from flows import command
+
+    command.leave(_main(sys.argv[1:]))

@@ -39,3 +39,8 @@ def _source(config: Any, key: str) -> str:
         if found := getattr(source, place, None):
             return Path(found).stem.lower()
     return source.kind.replace("_", "-")
+
+
+def slug(text: str) -> str:
+    """``text`` as Prefect takes it as a key."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

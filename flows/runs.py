@@ -43,9 +43,10 @@ def lock(config: Any) -> Iterator[Callable[[], bool]]:
         yield take
 
 
-def wait_for(take: Callable[[], bool]) -> None:
-    """Return when the lock is ours."""
+def wait_for(take: Callable[[], bool], *, poll: Callable[[], None] = lambda: None) -> None:
+    """Return when the lock is ours; ``poll`` is called about once a second until then."""
     while not take():
+        poll()
         time.sleep(WAIT_SECONDS)
 
 

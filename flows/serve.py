@@ -8,15 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
+from backends.placement import supervise
 from flows import keeper
 from flows.deploy import answers
-from flows.run_stage import ROOT
+from flows.prefect_server import reach_loopback
+from flows.run_stage import python_path
 
 PR_SET_PDEATHSIG = 1
 PORT = 4200
@@ -78,6 +80,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _serve(port: int) -> None:
     """Until Ctrl-C, or until a part does not stay."""
+    reach_loopback()
     started, url = time.monotonic(), f"http://{HOST}:{port}/api"
     if answers(url):
         raise ServeError(
@@ -103,20 +106,27 @@ def _serve(port: int) -> None:
                     keep_worker()
                     time.sleep(POLL_SECONDS)
         finally:
-            _wait_for_runs()
+            _end_runs(url)
 
 
-def _wait_for_runs() -> None:
-    """The server stays until the last run has saved and said so; a further Ctrl-C cuts it short."""
+def _end_runs(url: str) -> None:
+    """Tell those that a worker which was killed has left behind; the others know. The server stays
+    until the last has saved and said so; a further Ctrl-C cuts it short."""
     deadline = time.monotonic() + WORKER_SECONDS
-    if any(_unsettled()):
+    for facts in _unsettled(url):
+        if supervise.is_alive(facts["flow"]):
+            with suppress(ProcessLookupError):
+                os.kill(facts["flow"]["pid"], signal.SIGTERM)
+    if _unsettled(url):
         print("waiting for runs to save", flush=True)
-    while any(_unsettled()) and time.monotonic() < deadline:
+    while _unsettled(url) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
 
-def _unsettled() -> Iterator[Path]:
-    return (_home() / keeper.FOLDER).glob("*.json")
+def _unsettled(url: str) -> list[dict[str, Any]]:
+    """What is noted of the runs of the server at ``url`` whose state is not yet their last."""
+    noted = map(keeper.read, (_home() / keeper.FOLDER).glob("*.json"))
+    return [facts for facts in noted if facts.get("api") == url]
 
 
 def _home() -> Path:
@@ -125,13 +135,12 @@ def _home() -> Path:
 
 
 def _environment(url: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return os.environ | {
         "PREFECT_API_URL": url,
         "PREFECT_UI_API_URL": url,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-        "PYTHONPATH": path,
+        "PYTHONPATH": python_path(),
         "DO_NOT_TRACK": "1",
     }
 

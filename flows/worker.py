@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from flows import keeper
 from flows.deploy import POOL
+from flows.prefect_server import reach_loopback
 
 QUICK = {
     "PREFECT_WORKER_QUERY_SECONDS": "2",
@@ -18,6 +19,7 @@ QUICK = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
+    reach_loopback()
     for name, value in QUICK.items():
         os.environ.setdefault(name, value)
     from prefect.settings import get_current_settings

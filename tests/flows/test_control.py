@@ -1,5 +1,6 @@
 """Cancel means stopped and Retry means resume, whatever is killed: the real product, real ranks."""
 
+import fcntl
 import json
 import os
 import re
@@ -163,6 +164,22 @@ def api_answers(served: Product) -> bool:
 
 
 @pytest.mark.slow
+def test_a_run_that_waits_can_be_cancelled_though_its_worker_was_killed(served: Product) -> None:
+    lock = served.home / "runs" / ".held.lock"
+    lock.parent.mkdir(exist_ok=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        run = product.submit(served.api, TINY, overrides=["name=held"])["id"]
+        product.until(served.api, run, "Queued", seconds=60)
+        worker_process(served).kill()
+        product.cancel(served.api, run)
+        product.until(served.api, run, "Cancelled", seconds=30)
+        product.wait_for(lambda: not product.flow_processes(served.home), 30)
+    told = state_of(served, run)["message"]
+    assert told == "cancelled before it had anything to run"
+
+
+@pytest.mark.slow
 def test_a_run_of_the_same_name_waits_and_its_state_says_so(served: Product) -> None:
     first = product.submit(served.api, TINY, overrides=[*product.SHORT, "name=twice"])["id"]
     product.until_tasks(served.api, first, lambda tasks: "plan" in tasks)
@@ -289,6 +306,21 @@ def test_ctrl_c_preempts_what_runs_and_the_next_start_can_retry_it(
     with product.serving(home) as again:
         product.wait_for(lambda: state_of(again, run)["type"] == "CRASHED", 60)
         assert_resumes(again, run)
+
+
+@pytest.mark.slow
+def test_ctrl_c_also_stops_a_run_whose_worker_was_killed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    home = tmp_path_factory.mktemp("left")
+    with product.serving(home) as served:
+        train(served, name="left")
+        worker_process(served).kill()
+        step = newest_step(served)
+        product.wait_for(lambda: newest_step(served) > step + 3, 60)
+        os.killpg(served.process.pid, signal.SIGINT)
+        assert served.process.wait(60) == 0
+    assert product.ranks(home) == []
 
 
 def late_run(minutes: float, **facts: Any) -> Any:

@@ -6,14 +6,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import psutil
 import pytest
 import yaml
 
 from configs import RECIPES, load
-from flows import deploy, forms
+from flows import deploy, forms, prefect_run
 from flows.catalogue import FLOWS
 from tests.flows import product
 from tests.flows.product import Product
@@ -89,6 +91,8 @@ def test_prefect_yaml_is_what_deploy_writes() -> None:
     [
         ([], "PREFECT_API_URL is not set"),
         (["--schedule", "tiny"], "written FLOW/RECIPE=CRON"),
+        (["--schedule", "retrain/tiny=0 3 * *"], "'retrain/tiny=0 3 * *' --timezone UTC: "),
+        (["--schedule", "retrain/tiny=0 3 * * *", "--timezone", "Mars"], "--timezone Mars: "),
         (["--notify", "block"], "add --automations"),
     ],
 )
@@ -141,11 +145,21 @@ def test_registering_again_keeps_schedules_that_are_not_named_and_enforces_forms
         (["--schedule", "retrain/tiny=0 3 1 1 *"], ["0 3 1 1 *"]),
         ([], ["0 3 1 1 *"]),
         (["--schedule", "retrain/tiny=0 4 1 1 *"], ["0 4 1 1 *"]),
+        (
+            ["--schedule", "retrain/tiny=0 4 1 1 *", "--schedule", "retrain/tiny=0 5 1 1 *"],
+            ["0 4 1 1 *", "0 5 1 1 *"],
+        ),
     ):
         argv = [sys.executable, "-m", "flows.deploy", *words]
         subprocess.run(argv, env=env, cwd=served.home, check=True, capture_output=True)
-        assert crons() == expected
+        assert sorted(crons()) == expected
         assert there()["enforce_parameter_schema"]
+
+
+def test_a_run_finds_the_modules_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards of the user's own, say, as the command line does."""
+    monkeypatch.setenv("PYTHONPATH", "/home/me/rewards")
+    assert deploy.job_variables()["env"]["PYTHONPATH"] == f"{ROOT}:/home/me/rewards"
 
 
 def test_a_server_that_is_away_is_one_line(tmp_path: Path) -> None:
@@ -202,6 +216,22 @@ def test_a_plan_tells_everything_in_seconds_and_does_nothing(served: Product) ->
     page = product.page_of(served.api, run["id"], "What the run will do")
     assert "DDP x2" in page and "torch.distributed.run" in page
     assert not (served.home / "store").exists()
+
+
+def test_a_run_that_is_being_cancelled_is_not_called_running_again(
+    served: Product, tmp_path: Path
+) -> None:
+    """It waited for another one, whose end comes just then."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    flow = product.deployment(served.api, "sft-then-dpo/tiny")["flow_id"]
+    begun = {"flow_id": flow, "state": {"type": "RUNNING", "name": "Queued"}}
+    run = product.ask(served.api, "/flow_runs/", begun)["id"]
+    product.cancel(served.api, run)
+    this = prefect_run.Run(SimpleNamespace(id=UUID(run)), tmp_path / "none.json", print)
+    with temporary_settings({PREFECT_API_URL: served.api}):
+        prefect_run._set_running(this, "Running", "")
+    assert product.run_of(served.api, run)["state"]["type"] == "CANCELLING"
 
 
 def test_what_only_the_worker_sees_is_refused_in_its_first_seconds(served: Product) -> None:

@@ -44,6 +44,8 @@ def test_the_message_tells_step_checkpoint_and_processes(tmp_path: Path) -> None
     )
     early = trained(tmp_path / "dpo", steps=2)
     assert "nothing saved yet" in keeper.stopped({"out": str(early), "label": "dpo"})
+    (early / "manifest.json").write_text("{}")
+    assert "its output is complete" in keeper.stopped({"out": str(early), "label": "dpo"})
     assert keeper.stopped({}) == "before it had anything to run"
 
 

@@ -16,6 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from flows.failures import CANCELLED, StageFailed
+from flows.prefect_engine import Outcome
+
 ROOT = Path(__file__).parents[2]
 
 PIPELINE = '''
@@ -224,10 +227,23 @@ def test_ctrl_c_cancels_the_run_and_leaves_no_process(api: str, script: Path, ho
         os.killpg(process.pid, signal.SIGINT)
         rest = process.communicate(timeout=30)[0]
     assert process.returncode == -signal.SIGINT
-    assert rest.splitlines()[-1] == "KeyboardInterrupt"
+    assert rest.splitlines() == ["stopped"]
     assert not any(recorder.is_running() for recorder in found)
     assert states(api, "stopped") == ["Cancelled", "Reused", "Cancelled"]
     assert history(api, "stopped")[0]["state"]["message"] == "stopped by Ctrl-C"
+
+
+def test_a_proxy_is_for_other_machines(first_runs: Any, script: Path, home: Path) -> None:
+    nobody = "http://127.0.0.1:9"
+    with started(script, home, "proxied", http_proxy=nobody, https_proxy=nobody) as process:
+        assert process.communicate()[0].splitlines() == [STARTING, *STAGES, "result dpo"]
+
+
+def test_a_stage_that_was_asked_to_stop_has_not_failed() -> None:
+    outcome = Outcome[None]()
+    with outcome:
+        raise StageFailed("sft failed (cancelled): asked to stop", kind=CANCELLED)
+    assert outcome.state().name == "Preempted"
 
 
 def test_ctrl_c_while_the_server_starts_ends_at_once(script: Path, tmp_path: Path) -> None:

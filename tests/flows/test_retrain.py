@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import shutil
+import string
 import sys
 import time
 from contextlib import suppress
@@ -162,9 +163,9 @@ def test_rollback_is_one_command_and_goes_back_one_model_each_time(tmp_path: Pat
     assert done.stdout.count("rolled back") == 2
 
 
-def trained_on(store: Path, number: int, test_fraction: float) -> Artifact:
+def trained_on(store: Path, number: int, **split: Any) -> Artifact:
     """An export, with the manifests of the data that its training read."""
-    config: dict[str, Any] = {"test_fraction": test_fraction, "test_files": [], "seed": 0}
+    config: dict[str, Any] = {"test_fraction": 0.1, "test_files": [], "seed": 0} | split
     inputs: dict[str, str] = {}
     for stage in ("prepare_data", "tokenize_data", "convert"):
         identity = Identity(stage=stage, version=1, config=config, inputs=inputs)
@@ -177,12 +178,25 @@ def trained_on(store: Path, number: int, test_fraction: float) -> Artifact:
 
 def test_a_comparison_on_rows_that_were_split_otherwise_says_so(tmp_path: Path) -> None:
     config, better = config_of(tmp_path), change(0.06, 0.03, 0.09)
-    old, same, other = (trained_on(tmp_path, n, share) for n, share in enumerate((0.1, 0.1, 0.2)))
+    shares = (0.1, 0.1, 0.2)
+    old, same, other = (trained_on(tmp_path, n, test_fraction=s) for n, s in enumerate(shares))
     judged(config, [old])
     found = judged(config, [other, *compared(old, **better)])
     assert "test_fraction 0.1 -> 0.2" in found.message
     promotion.rollback(tmp_path, NAME)
     assert "split" not in judged(config, [same, *compared(old, **better)]).message
+
+
+def test_a_promoted_model_of_an_earlier_version_is_compared_with(tmp_path: Path) -> None:
+    """Its rows were prepared before there was such a setting."""
+    config, better = config_of(tmp_path), change(0.06, 0.03, 0.09)
+    old = trained_on(tmp_path, 1)
+    prepared = next(tmp_path.glob("prepare_data/*/manifest.json"))
+    prepared.write_text(prepared.read_text().replace("test_files", "files_of_old"))
+    new = trained_on(tmp_path, 2, seed=1)
+    judged(config, [old])
+    found = judged(config, [new, *compared(old, **better)])
+    assert found.name == "Promoted" and "test_files None -> []" in found.message
 
 
 def command(store: Path, *words: str) -> Any:
@@ -198,6 +212,18 @@ def test_the_other_commands_take_nothing_that_they_do_not_heed(tmp_path: Path) -
     ):
         done = command(tmp_path, *words)
         assert done.returncode == 2 and told in done.stderr, (done.stdout, done.stderr)
+
+
+def test_a_pointer_that_cannot_be_switched_is_one_line(tmp_path: Path) -> None:
+    """As a copy leaves it that followed the links."""
+    for number in (1, 2):
+        promotion.promote(tmp_path, NAME, output(tmp_path, "convert", number).path)
+    pointer = promotion.folder(tmp_path, NAME) / promotion.POINTER
+    pointer.unlink()
+    shutil.copytree(output(tmp_path, "convert", 2).path, pointer)
+    done = command(tmp_path, "--rollback", NAME)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert str(pointer) in done.stderr
 
 
 def test_a_model_that_was_turned_down_can_be_promoted_by_hand(tmp_path: Path) -> None:
@@ -267,6 +293,20 @@ def test_with_approval_a_person_decides_once(tmp_path: Path) -> None:
     assert promotion.history(tmp_path, NAME)[-1]["because"].endswith("too chatty")
     again = judged(config, [new, *better])
     assert again.name == "Nothing new" and "turned this model down" in again.message
+
+
+def test_each_name_has_a_question_of_its_own(tmp_path: Path) -> None:
+    """Two recipes may come to the same model, and be for different people."""
+    model, keys = output(tmp_path, "convert", 1), set[str]()
+
+    def ask(question: str, key: str) -> Decision:
+        keys.add(key)
+        return Decision(approved=False)
+
+    for name in ("Shop.en", "help-desk"):
+        conclude(config_of(tmp_path, "gate.approval=true", f"name={name}"), [model], ask)
+    assert len(keys) == 2
+    assert all(set(key) <= set(string.ascii_lowercase + string.digits + "-") for key in keys)
 
 
 def test_a_model_that_the_gate_refuses_is_nobodys_question(tmp_path: Path) -> None:
