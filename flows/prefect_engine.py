@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flows.endings import Ending
 from flows.failures import CANCELLED, PREEMPTED, StageFailed
-from flows.prefect_server import Api, PrefectError, reach_loopback, starting
+from flows.prefect_server import Api, PrefectError, reach_loopback, require_home, starting
 from flows.steps import Artifact, Runner, Step
 from stages.training import Training
 
@@ -49,6 +49,7 @@ def run_flow(
     the run cannot be recorded from its start; a server that is lost later costs the record and
     never the run.
     """
+    require_home()
     reach_loopback()
     with starting(say) as ready:
         _import_prefect()

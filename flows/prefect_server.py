@@ -34,6 +34,17 @@ class PrefectError(ValueError):
     """Prefect cannot record the run; the text says why and how to run without it."""
 
 
+def require_home() -> None:
+    """Raise :class:`PrefectError` for a user without a home: Prefect could not even be loaded."""
+    try:
+        Path.home()
+    except RuntimeError:
+        raise PrefectError(
+            "this user has no home folder, which Prefect wants: set HOME to a folder that may be "
+            "written; --engine inline runs without Prefect"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Api:
     """An API that answers."""

@@ -17,7 +17,7 @@ from typing import IO, Any
 from backends.placement import supervise
 from flows import keeper
 from flows.deploy import answers
-from flows.prefect_server import reach_loopback
+from flows.prefect_server import PrefectError, reach_loopback, require_home
 from flows.run_stage import python_path
 
 PR_SET_PDEATHSIG = 1
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ended", flush=True)
         return 0
-    except ServeError as error:
+    except (ServeError, PrefectError, OSError) as error:
         print(error, file=sys.stderr)
     return 1
 
@@ -80,6 +80,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _serve(port: int) -> None:
     """Until Ctrl-C, or until a part does not stay."""
+    require_home()
     reach_loopback()
     started, url = time.monotonic(), f"http://{HOST}:{port}/api"
     if answers(url):

@@ -1,6 +1,7 @@
 """Deployments: what their forms ask, what the server refuses, and one short run of the product."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -160,6 +161,36 @@ def test_a_run_finds_the_modules_of_its_user(monkeypatch: pytest.MonkeyPatch) ->
     """Rewards of the user's own, say, as the command line does."""
     monkeypatch.setenv("PYTHONPATH", "/home/me/rewards")
     assert deploy.job_variables()["env"]["PYTHONPATH"] == f"{ROOT}:/home/me/rewards"
+
+
+def test_a_home_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.serve", "--port", str(product.free_port())],
+        env=product.environment(tmp_path, PREFECT_HOME="/proc/nobody"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "/proc/nobody" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+HOMELESS = """
+import os
+from flows import prefect_engine, serve
+os.setuid(54321)
+print(serve.main([]))
+prefect_engine.run_flow(None, None, None, name="", run_name="", say=print)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def test_a_user_without_a_home_is_told_to_set_one(tmp_path: Path) -> None:
+    env = {name: value for name, value in product.environment(tmp_path).items() if name != "HOME"}
+    done = subprocess.run(
+        [sys.executable, "-c", HOMELESS], env=env, capture_output=True, text=True, check=False
+    )
+    first, *_, last = done.stderr.splitlines()
+    assert done.stdout == "1\n"
+    assert "this user has no home folder" in first and "set HOME" in last
 
 
 def test_a_server_that_is_away_is_one_line(tmp_path: Path) -> None:
