@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from stages import cpu_ranks, training
 from stages.base import Context, Metrics, StageError
@@ -14,6 +14,8 @@ from stages.training import Training
 Loss = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "apo_zero", "apo_down", "sigmoid_norm"
 ]
+SMOOTHED = ("robust", "exo_pair")
+"""Losses that read ``label_smoothing``."""
 
 
 class DPO(Training):
@@ -31,10 +33,20 @@ class DPO(Training):
     """The loss by TRL's name; ``sigmoid`` is -log sigmoid(reward margin) (arXiv:2305.18290)."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of swapped labels."""
+    """Assumed share of swapped labels, which ``robust`` and ``exo_pair`` alone read."""
 
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of an added log-likelihood term on the chosen answers."""
+    """Weight of an added negative log-likelihood: the mean over the chosen tokens of the step."""
+
+    @model_validator(mode="after")
+    def _smooths_where_it_is_read(self) -> Self:
+        if self.label_smoothing and self.loss not in SMOOTHED:
+            raise ValueError(
+                f"loss: {self.loss} reads no label_smoothing; leave it out, or use loss: robust"
+            )
+        if self.loss == "exo_pair" and not self.label_smoothing:
+            raise ValueError("loss: exo_pair needs a label_smoothing above 0, such as 1.0e-3")
+        return self
 
 
 def dpo(config: DPO, ctx: Context, *, policy: Path, data: Path) -> Metrics:
@@ -73,6 +85,7 @@ def dpo(config: DPO, ctx: Context, *, policy: Path, data: Path) -> Metrics:
         peft_config=training.peft_config(config.method),
     )
     trainer.add_callback(Watch(trainer, ctx, step_zero=lambda logs: check_step_zero(logs, config)))
+    training.refuse_unknown_tokens(trainer)
     return training.train(trainer, ctx)
 
 
@@ -84,7 +97,8 @@ def check_step_zero(logs: Mapping[str, float], config: DPO) -> None:
     tolerance = 1e-4 if config.compute_dtype == config.load_dtype == "float32" else 5e-2
     at_zero = {"sigmoid": math.log(2), "hinge": 1.0, "ipo": 1 / (4 * config.beta**2)}
     expected: dict[str, float] = {"rewards/chosen": 0.0, "rewards/rejected": 0.0}
-    if config.loss in at_zero and not config.sft_weight:
+    alone = not config.sft_weight and "aux_loss" not in logs  # the balance of experts
+    if config.loss in at_zero and alone:
         expected["loss"] = at_zero[config.loss]
     for name, value in expected.items():
         if abs(logs[name] - value) > tolerance * max(1.0, value):

@@ -144,6 +144,7 @@ def grpo(
     for judge in scorer.judges:
         watch.follow(judge.model)
     trainer.add_callback(watch)
+    training.refuse_unknown_tokens(trainer)
     return training.train(trainer, ctx)
 
 

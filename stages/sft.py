@@ -77,4 +77,5 @@ def sft(config: SFT, ctx: Context, *, model: Path, data: Path) -> Metrics:
         peft_config=training.peft_config(config.method),
     )
     trainer.add_callback(Watch(trainer, ctx))
+    training.refuse_unknown_tokens(trainer)
     return training.train(trainer, ctx)

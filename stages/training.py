@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -177,6 +178,9 @@ OPTIMIZERS = {
     "paged_adamw": "paged_adamw_32bit",
     "paged_adamw_8bit": "paged_adamw_8bit",
 }
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+"""By their names in transformers, whose ``constant`` knows no warm-up."""
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -187,7 +191,7 @@ def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
     return {
         "output_dir": str(ctx.out / resume.SAVING),
         "learning_rate": config.learning_rate,
-        "lr_scheduler_type": config.schedule,
+        "lr_scheduler_type": SCHEDULES[config.schedule],
         "warmup_steps": config.warmup_fraction,
         "num_train_epochs": 1,
         "optim": OPTIMIZERS[config.optimizer],
@@ -322,8 +326,10 @@ def train(trainer: Trainer, ctx: Context) -> Metrics:
 
     Leaves ``OUT/model`` (what the trainer saved), ``OUT/metrics.jsonl`` and ``OUT/ranks/``.
     ``save_seconds`` in what it returns is how long training stood still for ``saves`` saves.
-    Raises ``StageError`` when no step was done, ``NonFiniteError`` when a value was not finite.
+    Raises ``StageError`` when no step was done, or none at a learning rate above 0, and
+    ``NonFiniteError`` when a value was not finite.
     """
+    refuse_lost_targets(trainer.model)
     refuse_one_tied_end(trainer.model)
     checkpoint = resume.newest(ctx.out)
     started = time.time()
@@ -335,19 +341,59 @@ def train(trainer: Trainer, ctx: Context) -> Metrics:
     first = resume.step(checkpoint) if checkpoint else 0
     if done < asked or done == 0:
         raise StageError(f"training ended at step {done} of {asked}; nothing was saved")
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    _refuse_idle(rows)
     _save(trainer, ctx)
     noted = ctx.out / "ranks" / f"rank-{trainer.args.process_index}.json"
     facts = json.loads(noted.read_text())
-    last = [row for row in trainer.state.log_history if "loss" in row]
     return {
         "steps": done,
         "resumed_from": first,
         "seconds": time.time() - started,
-        "first_loss": last[0]["loss"],
-        "final_loss": last[-1]["loss"],
+        "first_loss": rows[0]["loss"],
+        "final_loss": rows[-1]["loss"],
         "saves": facts["saves"],
         "save_seconds": facts["save_seconds"],
     }
+
+
+def _refuse_idle(rows: Sequence[Mapping[str, float]]) -> None:
+    """A warm-up begins at a rate of 0. Raise ``StageError`` where no later step has come."""
+    if not any(row["learning_rate"] for row in rows):
+        raise StageError(
+            "the only optimizer step was the first of the warm-up, whose learning rate is 0, so "
+            "nothing was trained; set config.warmup_fraction=0, or lower global_batch_size"
+        )
+
+
+def refuse_unknown_tokens(trainer: Trainer) -> None:
+    """Raise ``StageError`` for a tokenizer with more tokens than the model has embeddings: rows may
+    be padded with one of them, and no export would be valid."""
+    tokenizer = trainer.processing_class
+    highest = max(tokenizer.get_vocab().values())
+    known = trainer.model.get_input_embeddings().num_embeddings
+    if highest >= known:
+        raise StageError(
+            f"{tokenizer.name_or_path}: the tokenizer has a token {highest} "
+            f"({tokenizer.convert_ids_to_tokens(highest)!r}), and the model {known} embeddings; "
+            "give a model with as many (resize_token_embeddings), or a tokenizer without it"
+        )
+
+
+def refuse_lost_targets(model: Any) -> None:
+    """Raise ``StageError`` for a target that is no layer of the model: PEFT passes over it."""
+    if not hasattr(model, "peft_config"):
+        return
+    adapted = model.base_model.targeted_module_names
+    asked = model.peft_config["default"].target_modules
+    lost = [one for one in asked if not any(f".{n}".endswith(f".{one}") for n in adapted)]
+    if lost:
+        found = {name.rpartition(".")[2] for name in adapted}
+        raise StageError(
+            f"method.targets: the model has no layer {', '.join(sorted(lost))}, and only "
+            f"{', '.join(sorted(found))} would be trained; give the names of this model's own "
+            "layers, or all_linear"
+        )
 
 
 def refuse_one_tied_end(model: Any) -> None:
@@ -361,6 +407,18 @@ def refuse_one_tied_end(model: Any) -> None:
             f"the {adapted[0]} is one end of a tie and the other end has no adapter: the two would "
             "be trained apart; leave it out of method.targets, or untie the model first"
         )
+
+
+def keep_generation_settings(model: Any) -> None:
+    """Let the model be saved with the generation settings that it came with.
+
+    Published ones may name a temperature without ``do_sample``. transformers 5.24 saves such if
+    they are as they were loaded, and no longer once a trainer has set the pad token beside them:
+    it would raise at the first checkpoint. Ends when it refuses what was changed alone.
+    """
+    settings = getattr(model, "generation_config", None)
+    if settings is not None:
+        settings._original_object_hash = hash(settings)
 
 
 def _save(trainer: Trainer, ctx: Context) -> None:

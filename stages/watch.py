@@ -7,7 +7,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -28,8 +28,8 @@ from stages.beats import Beats, Phase
 from stages.manifest import write_atomically
 from stages.saves import Saves
 from stages.stopping import StopRequest
-from stages.trackers import Curves
-from stages.training import NonFiniteError, Trainer, gathers
+from stages.trackers import NOT_DRAWN, Curves
+from stages.training import NonFiniteError, Trainer, gathers, keep_generation_settings
 
 Logs = Mapping[str, float]
 RENAMED = {
@@ -59,7 +59,8 @@ class Watch(TrainerCallback):
         self.in_our_words = in_our_words
         self.rank = trainer.args.process_index
         self.metrics = ctx.out / "metrics.jsonl"
-        self.last: tuple[float, float] | None = None
+        self.last = (0.0, 0.0)
+        self.earlier_tokens = 0.0
         self.noted: dict[str, Any] = {}
         self.beats = Beats(ctx.out, heeds_stop=True)
         self.request = StopRequest(ctx.out)
@@ -77,19 +78,28 @@ class Watch(TrainerCallback):
         verify(found, self.ctx.promise)
         self._note(found | {"process_bytes": process_bytes(self.ctx.device, found)})
         recut.settle(self.trainer, self.ctx)
-        if self.rank == 0:
-            resume.discard_saving(self.ctx.out)
-            rows = self._drop_rows_after(state.global_step)
-            self.curves = Curves(self.trainer, self.ctx, rows)
-            if self.trainer.is_deepspeed_enabled:
-                resolved = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-                write_atomically(
-                    self.ctx.out / "deepspeed.json", json.dumps(resolved, indent=2, default=str)
-                )
+        state.compute_steps(args, state.max_steps)  # a checkpoint brings those of its own start
+        keep_generation_settings(self.trainer.model)
         self.last = (time.time(), float(state.num_input_tokens_seen or 0))
+        if self.rank == 0:
+            self._begin_records(state.global_step)
         self._beat("start", state)
         self.follow(self.trainer.model)
         self.request.listen()
+
+    def _begin_records(self, step: int) -> None:
+        """Put what rank 0 writes down where it was at ``step``."""
+        resume.discard_saving(self.ctx.out)
+        rows = self._drop_rows_after(step)
+        if rows:  # most of TRL's trainers count their tokens from 0 again
+            self.earlier_tokens = rows[-1].get("tokens", self.last[1]) - self.last[1]
+        self._require_best_by(rows)
+        self.curves = Curves(self.trainer, self.ctx, rows)
+        if self.trainer.is_deepspeed_enabled:
+            resolved = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+            write_atomically(
+                self.ctx.out / "deepspeed.json", json.dumps(resolved, indent=2, default=str)
+            )
 
     def follow(self, model: torch.nn.Module) -> None:
         """Until training ends, beat whenever a model of transformers in ``model`` is run, be it for
@@ -169,16 +179,30 @@ class Watch(TrainerCallback):
         told = self.in_our_words(logs)
         row |= {RENAMED.get(k, k): v for k, v in told.items() if k not in LEFT_OUT}
         tokens = float(row.get("tokens", 0))
-        if self.last and tokens > self.last[1]:
+        if tokens > self.last[1]:
             row["tokens_per_second"] = (tokens - self.last[1]) / max(now - self.last[0], 1e-9)
         self.last = (now, tokens)
+        if "tokens" in row:
+            row["tokens"] = tokens + self.earlier_tokens
         if stood := self.saves.told():
             row["save_seconds"] = stood
         row["memory_bytes"] = memory_bytes(self.ctx.device)
+        if state.global_step == 1:
+            self._require_best_by([row])
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
         assert self.curves
         self.curves.add(row)
+
+    def _require_best_by(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """What a trainer logs is known once there are rows. Raises ``StageError``."""
+        metric = self.ctx.trainer_args.get("keep", {}).get("metric")
+        names = {name for row in rows for name in row}
+        if metric is not None and names and metric not in names:
+            raise StageError(
+                f"best_by: {metric} is never logged here, so no checkpoint would be the best; "
+                f"take one of {', '.join(sorted(names.difference(NOT_DRAWN)))}"
+            )
 
     def _drop_rows_after(self, step: int) -> list[dict[str, Any]]:
         """A resumed run does these steps again; the rows that stay."""

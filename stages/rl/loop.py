@@ -100,7 +100,6 @@ def _start(work: Work) -> Progress:
     state = trainer.state
     state.global_step, state.max_steps = progress.update, work.num_updates
     state.num_input_tokens_seen = progress.tokens
-    state.compute_steps(trainer.args, work.num_updates)
     watch = Watch(trainer, work.ctx)
     judges = [judge.model for judge in work.score.judges]
     for model in filter(None, (work.engine.bones, *judges)):

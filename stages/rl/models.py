@@ -42,6 +42,7 @@ def load(config: "PPO", policy: Path, reward: Path | None) -> ActorCritic:
 
         actor = get_peft_model(actor, adapters)
         critic = get_peft_model(critic, critic_adapters)
+        training.refuse_lost_targets(actor)
         training.refuse_one_tied_end(actor)
         for head in trainable(critic).values():  # like its adapters; ZeRO-3 wants one type
             head.data = head.data.float()

@@ -39,7 +39,7 @@ trainer.save_model(out + "/model")
 def flow(store: Path) -> dict[str, dict]:
     """Run the tiny recipe's SFT under DDP; the manifests of the store by stage."""
     words = [f"sft.config.max_steps={STEPS}", "sft.backend.kind=ddp", "sft.save_every=100000"]
-    words += ["dpo.config.max_steps=1", "evaluate.config.generate_rows=0"]
+    words += ["dpo.config.max_steps=2", "evaluate.config.generate_rows=0"]
     argv = [sys.executable, "-m", "flows.sft_then_dpo", "tiny", "--engine", "inline", *words]
     argv += [f"store={store}", f"runs={store}-runs"]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)

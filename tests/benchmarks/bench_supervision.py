@@ -37,7 +37,7 @@ WORDS = (
 def inputs(scratch: Path) -> Path:
     """The tiny recipe's model and rows, where a one-stage flow looks for them."""
     store = scratch / "tiny"
-    words = ["sft.config.max_steps=1", "dpo.config.max_steps=1", "evaluate.config.generate_rows=0"]
+    words = ["sft.config.max_steps=2", "dpo.config.max_steps=2", "evaluate.config.generate_rows=0"]
     argv = [sys.executable, "-m", "flows.sft_then_dpo", "tiny", "--engine", "inline", *words]
     argv += [f"store={store}", f"runs={store}-runs"]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
