@@ -11,12 +11,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any, Literal, Protocol
 
 from configs import Config
@@ -31,6 +33,9 @@ FOLDER = "trackers"
 
 TOLD = "told.json"
 NOT_DRAWN = ("step", "total_steps", "time")
+PATIENCE = 30.0
+"""Seconds that a tracker has at the end for what it has not taken yet."""
+
 WHY_CHARACTERS = 300
 """Of what a tracker says when it fails, which may be a whole page."""
 
@@ -93,7 +98,8 @@ class Curves:
     them once, whatever was killed. Other trackers cannot take back what they were told: a resumed
     training goes on in their run of it, and they are told the steps that they do not know.
 
-    Training does not depend on them: one that fails is told no more until the next start.
+    Training does not depend on them: one that fails is told no more until the next start, and one
+    that does not answer is not waited for.
     """
 
     def __init__(self, trainer: Any, ctx: Context, rows: Sequence[Row]) -> None:
@@ -103,7 +109,8 @@ class Curves:
         self.listeners: dict[str, Listener] = {}
         for name, listen in _listeners(trainer, ctx).items():
             with self._beside(name):
-                self.listeners[name] = listen()
+                on_disk = name == TENSORBOARD
+                self.listeners[name] = listen() if on_disk else Aside(listen, self._beside(name))
         for row in rows:
             self.add(row)
 
@@ -184,11 +191,38 @@ def _check(data: bytes) -> bytes:
     return struct.pack("<I", masked_crc32c(data))
 
 
+class Aside:
+    """A listener in a thread of its own, since a server may take its time or never answer."""
+
+    def __init__(self, listen: Callable[[], Listener], guard: AbstractContextManager[None]) -> None:
+        """``guard`` is told of what goes wrong in the thread."""
+        self.asked: SimpleQueue[Callable[[Listener], None] | None] = SimpleQueue()
+        self.thread = Thread(target=self._work, args=(listen, guard), daemon=True)
+        self.thread.start()
+
+    def add(self, row: Row, figures: Mapping[str, float]) -> None:
+        self.asked.put(lambda listener: listener.add(row, figures))
+
+    def end(self) -> None:
+        self.asked.put(None)
+        self.thread.join(PATIENCE)
+        if self.thread.is_alive():
+            raise TimeoutError(f"it did not take everything in the last {PATIENCE:.0f} s")
+
+    def _work(self, listen: Callable[[], Listener], guard: AbstractContextManager[None]) -> None:
+        with guard:
+            listener = listen()
+            while ask := self.asked.get():
+                ask(listener)
+            listener.end()
+
+
 class Told:
     """What trackers know from earlier starts, and under what names they keep it."""
 
     def __init__(self, folder: Path, tracking: Tracking) -> None:
         folder.mkdir(exist_ok=True)
+        self.lock = Lock()
         self.path = folder / TOLD
         self.facts = self._facts(tracking)
         self._set_environment()
@@ -197,10 +231,17 @@ class Told:
         return step <= self.facts["steps"].get(name, 0)
 
     def note(self, name: str, step: int) -> None:
-        self.facts["steps"][name] = step
-        self.write()
+        with self.lock:
+            self.facts["steps"][name] = step
+            self._write()
 
-    def write(self) -> None:
+    def begin(self, **facts: str) -> None:
+        """A tracker listens; what the next start has to know of it."""
+        with self.lock:
+            self.facts |= facts
+            self._write()
+
+    def _write(self) -> None:
         """Not synced: after a crash of the machine a step is told twice at worst, or all of them
         once more, as another run, where the file did not come through."""
         aside = self.path.with_suffix(".partial")
@@ -237,9 +278,10 @@ class Integration:
         self.callback = getattr(transformers.integrations, INTEGRATIONS[name])()
         self._call("on_train_begin")
         if name == "mlflow":
-            active = import_module("mlflow").active_run()
-            told.facts["mlflow_run"] = active.info.run_id
-        told.write()
+            run = import_module("mlflow").active_run().info.run_id
+            told.begin(mlflow_run=run)
+        else:
+            told.begin()
 
     def add(self, row: Row, figures: Mapping[str, float]) -> None:
         step = row["step"]

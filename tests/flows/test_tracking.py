@@ -12,7 +12,7 @@ from flows.run_stage import plan, run_stage
 from flows.steps import Artifact, Step
 from stages import manifest
 from stages.sft import SFT
-from stages.trackers import Tracking
+from stages.trackers import PATIENCE, Tracking
 from tests.small import ENV, python
 from tests.stages.test_trackers import TRACKIO
 
@@ -26,6 +26,12 @@ def log(figures):
     if _num == 3:
         raise ConnectionError("POST https://me:{SECRET}@tracker.example/api\\n  timed out")
     _log(figures)
+"""
+HANGING = """
+import time
+
+def log(figures):
+    time.sleep(600)
 """
 SAID = (
     "trackio was not told everything: ConnectionError: POST https://tracker.example/api timed out"
@@ -41,9 +47,12 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Trained:
-    """Four steps of SFT, of which the tracker's server fails at the third."""
-    folder = tmp_path_factory.mktemp("tracking")
-    (folder / "trackio.py").write_text(TRACKIO + FAILING)
+    return train(tmp_path_factory.mktemp("tracking"), small, FAILING)
+
+
+def train(folder: Path, small: Path, tracker: str) -> Trained:
+    """Four steps of SFT beside a tracker whose server fails, or hangs."""
+    (folder / "trackio.py").write_text(TRACKIO + tracker)
     inputs = {
         name: Artifact(name, name, small / where, where, "reused")
         for name, where in {"model": "tied", "data": "data"}.items()
@@ -70,6 +79,15 @@ def test_training_goes_on_to_its_end_without_it(trained: Trained) -> None:
     assert [each for each in trained.told if "log" in each or "finish" in each] == [
         each for each in trained.told if "log" in each
     ][:2]
+
+
+@pytest.mark.slow
+def test_training_waits_for_none_that_does_not_answer(tmp_path: Path, small: Path) -> None:
+    hung = train(tmp_path, small, HANGING)
+    rows = [json.loads(row) for row in (hung.out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 4 and rows[-1]["time"] - rows[0]["time"] < PATIENCE
+    (said,) = [line for line in hung.said if "trackio" in line]
+    assert said.startswith("sft: trackio was not told everything: TimeoutError: it did not take")
 
 
 def test_it_is_said_in_one_line_in_the_log_and_in_the_manifest(trained: Trained) -> None:
