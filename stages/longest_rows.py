@@ -18,7 +18,7 @@ def longest_rows(config: LongestRows, ctx: Context, *, data: Path) -> Metrics:
     """Write ``{conversations,preferences}/train`` as tokenize_data does, of one row repeated.
 
     ``DATA`` is an output of tokenize_data. Returns the tokens of the row under
-    ``<kind>/train/longest``, both sides of a pair together. Raises ``StageError`` when there is no
+    ``<kind>/train/longest``, of a pair both sides as padded. Raises ``StageError`` when there is no
     training split.
     """
     from datasets import disable_progress_bars, load_from_disk
@@ -40,4 +40,5 @@ def longest_rows(config: LongestRows, ctx: Context, *, data: Path) -> Metrics:
 def _length(row: dict[str, Any]) -> int:
     if "input_ids" in row:
         return len(row["input_ids"])
-    return 2 * len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"])
+    side = max(len(row["chosen_ids"]), len(row["rejected_ids"]))  # the other is padded to it
+    return 2 * (len(row["prompt_ids"]) + side)
