@@ -79,7 +79,8 @@ class Plan:
 
     @property
     def obstacle(self) -> str | None:
-        """Why this machine cannot do the work now, or ``None``."""
+        """Why this machine cannot do the work now, or ``None``. What lies in the output is no
+        obstacle while another run is at it: that run is waited for."""
         if done := manifest.read(self.out):
             fault = manifest.damage(self.out, done, self.identity)
             return f"{self.out} is damaged: {fault}; remove it to make it again" if fault else None
@@ -90,9 +91,12 @@ class Plan:
             self.step.placement.obstacle(way.step.resources)
             or self._missing_part(way)
             or self._missing_tracker()
-            or self._other_shape(way)
-            or self._small_disk(way)
+            or (None if _is_being_made(self.out) else self.in_the_way(way))
         )
+
+    def in_the_way(self, way: Way) -> str | None:
+        """Why ``way`` cannot be taken beside what the output and its disk hold, or ``None``."""
+        return self._other_shape(way) or self._small_disk(way)
 
     def _missing_part(self, way: Way) -> str | None:
         config = self.step.config
@@ -174,6 +178,8 @@ def run_stage(planned: Plan, *, say: Say, queued: Queued = lambda why: None) -> 
         if _was_done(planned, planned.remaining[0]):
             resumed, way, seconds = True, planned.remaining[0], 0.0
         else:
+            if reason := planned.in_the_way(planned.remaining[0]):  # left by whom we waited for
+                raise ConfigError(f"{planned.label}: {reason}")
             resumed = _make_ready(planned, say=say)
             way, seconds = _execute(planned, lock=lock, say=say, queued=queued)
         _check_sources(planned)
@@ -200,8 +206,7 @@ def _only_writer(planned: Plan, *, say: Say, queued: Queued) -> Iterator[int]:
     """Hold the output's lock. The kernel frees it when its last holder, a rank's supervisor
     perhaps, is gone, so a lock is never stale."""
     planned.out.parent.mkdir(parents=True, exist_ok=True)
-    path = planned.out.with_name(f"{planned.out.name}.lock")
-    with path.open("w") as file:
+    with _lock_file(planned.out).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -209,6 +214,22 @@ def _only_writer(planned: Plan, *, say: Say, queued: Queued) -> Iterator[int]:
             _wait_for(file.fileno(), Progress(planned.label, planned.out, say=say))
             queued("")
         yield file.fileno()
+
+
+def _lock_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.lock")
+
+
+def _is_being_made(out: Path) -> bool:
+    """Whether a run holds the output's lock."""
+    if not _lock_file(out).exists():
+        return False
+    with _lock_file(out).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _wait_for(lock: int, progress: Progress) -> None:
