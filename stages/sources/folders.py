@@ -46,7 +46,8 @@ BESIDE_TRAINED = ("adapter_config.json", lineage.NAME, heads.SCALE)
 def choose(names: Sequence[str], *, place: str) -> list[str]:
     """Those of a folder's file names that make up a model; of two weight formats safetensors.
 
-    Raises :class:`StageError` for a folder at ``place`` without config, weights or tokenizer.
+    Raises :class:`StageError` for a folder at ``place`` without config, weights or tokenizer, and
+    for one with an adapter beside them, which transformers would load too.
     """
     if "config.json" not in names:
         raise StageError(f"{place}: no config.json, so it is no model folder; {_instead(names)}")
@@ -54,6 +55,11 @@ def choose(names: Sequence[str], *, place: str) -> list[str]:
     if not any(name.endswith(WEIGHTS) for name in weights):
         raise StageError(
             f"{place}: no weights ({SAFETENSORS[0]} or {PICKLED[0]}); {_instead(names)}"
+        )
+    if "adapter_config.json" in names:
+        raise StageError(
+            f"{place}: an adapter (adapter_config.json) beside a whole model; move its files to a "
+            "folder of their own, and merge it by the flow convert if it is meant"
         )
     tokenizer = _matching(names, TOKENIZERS)
     if not tokenizer:

@@ -297,6 +297,7 @@ def _with_code(folder: Path) -> None:
         (_without("config.json"), "no config.json.*folder that save_pretrained wrote"),
         (_without("config.json", plus="adapter_config.json"), "holds an adapter: merge"),
         (_without("config.json", plus="a.gguf"), "source of kind gguf"),
+        (_without(plus="adapter_config.json"), "an adapter .* beside a whole model; move"),
         (_without("model.safetensors"), "no weights"),
         (_without("tokenizer.json"), "weights without a tokenizer.*add the tokenizer files"),
         (_sharded, "1 of the 2 weight files.*the first is model-00002-of-00002.safetensors"),
