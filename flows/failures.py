@@ -90,6 +90,7 @@ BY_TYPE = {
 # What libraries say that raise no type of their own for it.
 BY_WORDS = {
     "No space left": DISK,
+    "Disk quota exceeded": DISK,
     "CUDA out of memory": GPU_MEMORY,
     "CUDA error: out of memory": GPU_MEMORY,
     "CUBLAS_STATUS_ALLOC_FAILED": GPU_MEMORY,
@@ -217,7 +218,8 @@ def _faults(folder: Path) -> list[dict[str, Any]]:
 
 
 def _kind(fault: Mapping[str, Any]) -> Kind:
-    if fault["errno"] in (errno.ENOSPC, errno.EDQUOT):
+    said = _by_words(fault["message"])
+    if fault["errno"] in (errno.ENOSPC, errno.EDQUOT) or said is DISK:
         return DISK
     for name in fault["kinds"]:
         if name in BY_TYPE and BY_TYPE[name] is not LOST_PEER:
@@ -225,7 +227,7 @@ def _kind(fault: Mapping[str, Any]) -> Kind:
     if READING_ARROW in fault["traceback"]:
         return DATA
     by_type = (BY_TYPE[name] for name in fault["kinds"] if name in BY_TYPE)
-    return _by_words(fault["message"]) or next(by_type, ERROR)
+    return said or next(by_type, ERROR)
 
 
 def _by_words(text: str) -> Kind | None:

@@ -244,6 +244,12 @@ CASES = (
     Case(
         "disk full during training", "disk full", outside=lambda r: fill(r.store), world=small_disk
     ),
+    Case(
+        "disk full during a save",
+        "disk full",
+        outside=lambda r: fill(r.store, but=100_000),
+        world=small_disk,
+    ),
     Case("store on a read-only disk", "Read-only file system", world=read_only_disk),
     Case("damaged data file", "data", world=damaged_data),
     Case(

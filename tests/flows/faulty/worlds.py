@@ -71,11 +71,13 @@ def small_disk(folder: Path, store: Path) -> Iterator[World]:
         yield World(folder, store, repair=(store / "filler").unlink)
 
 
-def fill(store: Path) -> None:
-    """Take the last byte of the store's disk."""
-    with (store / "filler").open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
+def fill(store: Path, *, but: int = 0) -> None:
+    """Take the store's disk to the last byte, ``but`` for so many."""
+    with (store / "filler").open("wb", buffering=0) as file:
+        with suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        file.truncate(file.tell() - but)
 
 
 @contextmanager
