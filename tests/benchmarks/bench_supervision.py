@@ -88,7 +88,11 @@ def main(repeats: int) -> None:
             floods += ratios(folder, Path(scratch) / f"floods{repeat}", "drown")
     rows = [
         [f"{BLOCK} steps, with beats and stop flags / without", quartiles(steps), "1.01"],
-        [f"{BLOCK} steps, {BLOCK}0,000 lines into the log / into nothing", quartiles(floods), "1.02"],
+        [
+            f"{BLOCK} steps, {BLOCK}0,000 lines into the log / into nothing",
+            quartiles(floods),
+            "1.02",
+        ],
         ["seconds added to a stage", quartiles(added), "0.5"],
     ]
     show(
