@@ -118,8 +118,8 @@ def menu(page: Any, item: str) -> None:
 def first(page: Any, served: Product) -> str:
     """A run by Submit with no edits."""
     open_form(page, served)
+    sync_api.expect(page.get_by_text("Peak learning rate.").first).to_be_visible(timeout=20_000)
     picture(page, "form")
-    assert page.get_by_text("Peak learning rate.").first.is_visible()
     sync_api.expect(field(page, "Peak learning rate.")).to_have_value("0.002")
     assert "`plan` says in seconds what would be done" in page.content()
     return submit(page, served)
