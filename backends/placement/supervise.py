@@ -2,10 +2,12 @@
 
 ``torchrun`` starts every rank in a session of its own, so neither ending its process nor its
 process group ends the ranks. A supervisor does: it leads a session of its own, adopts orphaned
-descendants (``PR_SET_CHILD_SUBREAPER``), and holds the reading end of a pipe whose writing end only
-the flow has. When the flow goes, however it goes, the pipe closes and the supervisor asks the ranks
-to stop, then ends everything below it. Only the standard library is used, so that it starts in
-milliseconds; only descendants are ever signalled, so that a recycled pid is nobody's end.
+descendants (``PR_SET_CHILD_SUBREAPER``), and holds one end of a lifeline, a socket pair whose other
+end only the flow has. When the flow goes, however it goes, the lifeline closes and the supervisor
+asks the ranks to stop, then ends everything below it. The flow in turn knows by the same lifeline
+when the supervisor is gone, also one whose pid it never learned because Ctrl-C came first. Only the
+standard library is used, so that it starts in milliseconds; only descendants are ever signalled, so
+that a recycled pid is nobody's end.
 
 What is agreed with the ranks, all in the job's folder: they write ``beats/rank-N.json`` while they
 work and look for the file ``stop`` after each step; SIGUSR2 makes them write their stacks. The
@@ -18,6 +20,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,21 +80,24 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
     A negative code is the signal that ended the command. Whatever leaves this function, an
     exception from ``poll`` or ``KeyboardInterrupt`` too, no process of the job outlives it.
     """
-    lifeline, ours = os.pipe()
     folder = job.log.parent
     for old in (*map(folder.joinpath, (HANDLE, STATUS, ENDED, STOP)), *folder.glob(f"{BEATS}/*")):
         old.unlink(missing_ok=True)
     facts = asdict(job) | {"log": str(job.log), "env": None, "held": None}
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(lifeline), json.dumps(facts)],
-        env=dict(job.env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=(lifeline, *job.held),
-        start_new_session=True,
-    ) as supervisor:
+    ours, lifeline = socket.socketpair()
+    supervisor = None
+    with ours:
         try:
-            os.close(lifeline)
+            with lifeline:
+                end = lifeline.fileno()
+                supervisor = subprocess.Popen(
+                    [sys.executable, "-I", "-S", __file__, str(end), json.dumps(facts)],
+                    env=dict(job.env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(end, *job.held),
+                    start_new_session=True,
+                )
             _write(str(folder), HANDLE, identity(supervisor.pid) | {"argv": job.argv})
             while True:
                 try:
@@ -100,11 +106,15 @@ def run(job: Job, *, poll: Callable[[], None]) -> int:
                 except subprocess.TimeoutExpired:
                     poll()
         except BaseException:
-            supervisor.terminate()  # it now ends whatever still runs, also what outlives a flow
+            with suppress(OSError):  # it is gone
+                ours.send(b"e")  # it now ends whatever still runs, also what outlives a flow
             raise
         finally:
-            os.close(ours)
-            supervisor.wait()
+            with suppress(OSError):  # it is gone, and has not read our word
+                ours.shutdown(socket.SHUT_WR)
+                ours.recv(1)
+            if supervisor:
+                supervisor.wait()
     poll()
     # 255 and 128 are no signals, whatever shells make of such codes.
     return -number if (number := code - 128) in signal.valid_signals() else code
@@ -194,10 +204,11 @@ def _watch(
     watched = [wake, lifeline]
     while child.poll() is None:
         ready, _, _ = select.select(watched, [], [], STATUS_SECONDS)
-        if lifeline in ready and not os.read(lifeline, 1):
+        if lifeline in ready:
             watched = [wake]
-            if not job["outlives_flow"] and child.poll() is None:
-                return "parent", {}
+            asked = bool(_received(lifeline))
+            if (asked or not job["outlives_flow"]) and child.poll() is None:
+                return "asked" if asked else "parent", {}
         if wake in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(wake, 512)):
             return ("asked", {}) if child.poll() is None else (None, {})
         beats = _beats(folder)
@@ -210,6 +221,14 @@ def _watch(
             return "silent", silent
         _status(folder, "running", None, beats)
     return None, {}
+
+
+def _received(lifeline: int) -> bytes:
+    """What the flow said; nothing when it is gone."""
+    try:
+        return os.read(lifeline, 1)
+    except ConnectionResetError:
+        return b""
 
 
 def _beats(folder: str) -> dict[int, dict[str, Any]]:

@@ -76,6 +76,29 @@ def test_a_command_that_cannot_start_is_said_in_the_log(tmp_path: Path) -> None:
     assert "/no/such/program" in log.read_text()
 
 
+@pytest.mark.parametrize("on_parent_exit", ["stop", "keep"])
+def test_an_interrupt_before_the_pid_is_known_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_parent_exit
+) -> None:
+    begin = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def begin_and_be_interrupted(*args, **kwargs) -> None:
+        begin(*args, **kwargs)
+        assert wait_for(started.exists)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", begin_and_be_interrupted)
+    started = tmp_path / "started"
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()}'); time.sleep(600)"
+    launch = Launch((sys.executable, "-c", code, str(started)))
+    machine = ThisMachine(on_parent_exit=on_parent_exit)
+    with pytest.raises(KeyboardInterrupt):
+        machine.run(launch, gpus=0, log=tmp_path / "log.txt", lock=1, poll=lambda: None)
+    assert not alive(int(started.read_text()))
+    ended = machine.ended(tmp_path)
+    assert ended and ended["why"] == "asked"
+
+
 def test_an_exception_in_the_flow_ends_the_job(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
