@@ -31,7 +31,10 @@ FOLDER = "deployed-runs"
 
 POLL_SECONDS = 0.5
 WORKER_SECONDS = 45.0
-"""The worker has its own word on a cancelled run, up to its 30 s of patience after ours."""
+"""The worker has its own word on a cancelled run, up to its 30 s of patience after ours,"""
+
+WORD_SECONDS = 20.0
+"""but most often within a few; so long the run is left to it."""
 
 JOB_SECONDS = 3600.0
 """Longest time that a job whose flow is gone may take to save."""
@@ -44,8 +47,8 @@ def begin(folder: Path, run: str, *, attempt: int, api: str | None = None) -> Pa
     """Write the file of a run of the server at ``api``, and start its keeper; the file."""
     path = folder / FOLDER / f"{run}-{attempt}.json"  # the keeper before may still be at work
     path.parent.mkdir(parents=True, exist_ok=True)
-    me = supervise.identity(os.getpid())
-    facts = {"run": run, "attempt": attempt, "flow": me, "api": api}
+    me, worker = supervise.identity(os.getpid()), supervise.identity(os.getppid())
+    facts = {"run": run, "attempt": attempt, "flow": me, "worker": worker, "api": api}
     write_atomically(path, json.dumps(facts))
     subprocess.Popen(
         [sys.executable, "-m", "flows.keeper", str(path)],
@@ -70,6 +73,11 @@ def read(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+
+
+def worker_is_alive(facts: Mapping[str, Any]) -> bool:
+    """Whether who started the flow is there still, to have its own word on a cancelled run."""
+    return "worker" in facts and supervise.is_alive(facts["worker"])
 
 
 def settle_all(folder: Path) -> list[str]:
@@ -271,19 +279,26 @@ def _correct(
     client: "SyncPrefectClient", facts: Mapping[str, Any], ending: Ending, *, patience: float
 ) -> None:
     """Set the state until nobody has another word on it; then settle the tasks. Neither is touched
-    once the run has been started again: they are the next attempt's."""
+    once the run has been started again: they are the next attempt's.
+
+    A run that is still being cancelled is its worker's first: Retry is offered as soon as it is
+    called cancelled, and a worker that comes later would end the retried run."""
     run = _read(client, facts["run"])
     cancelled = run.state.is_cancelled() or run.state.is_cancelling()
     if "ending" not in facts and cancelled:
         ending = Ending("Cancelled", f"cancelled {stopped(facts)}", "CANCELLED")
-    deadline = time.monotonic() + (patience if ending.type == "CANCELLED" else 0.0)
+    began = time.monotonic()
+    deadline = began + (patience if ending.type == "CANCELLED" else 0.0)
+    its_word = min(deadline, began + WORD_SECONDS)
     while _is_ours(run, facts):
-        if not _says(run.state, ending):
+        now = time.monotonic()
+        awaited = run.state.is_cancelling() and now < its_word and worker_is_alive(facts)
+        if not awaited and not _says(run.state, ending):
             client.set_flow_run_state(run.id, ending.state(), force=True)
-        if time.monotonic() >= deadline:
+        if now >= deadline:
             _settle_tasks(client, facts["run"], ending)
             break
-        time.sleep(2 * POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
         run = _read(client, facts["run"])
 
 

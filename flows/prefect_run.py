@@ -59,7 +59,10 @@ class Run:
 
 
 def carry_out(flow: Deployable, asked: Asked) -> "State[Any]":
-    """Called inside a Prefect flow run; its terminal state."""
+    """Called inside a Prefect flow run; its terminal state.
+
+    Raises Prefect's ``Abort`` after a cancelled run's last word but one: the last is its worker's.
+    """
     logging.getLogger("prefect.engine").addFilter(_is_news)
     stored = _stored_run()
     if late := _late(stored, asked.late_minutes):
@@ -73,6 +76,8 @@ def carry_out(flow: Deployable, asked: Asked) -> "State[Any]":
         outcome.value = _in_order(flow, asked, this)
     ending = _ending(outcome, this)
     keeper.note(record, ending=asdict(ending))
+    if ending.type == "CANCELLED" and keeper.worker_is_alive(keeper.read(record)):
+        _leave_it_to_the_worker(this, ending)
     return ending.state()
 
 
@@ -245,6 +250,25 @@ def _is_cancelling(this: Run) -> bool:
     return state is not None and (state.is_cancelling() or state.is_cancelled())
 
 
+def _leave_it_to_the_worker(this: Run, ending: Ending) -> None:
+    """Once this process is gone its worker calls the run cancelled, whatever it is by then: Retry,
+    which is offered for a run that has ended, would be undone. So it has not ended until then, and
+    the keeper adds what became of it. A run that was not asked to be cancelled through Prefect's
+    ``Cancelling`` is not heeded by the worker."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.objects import StateType
+    from prefect.exceptions import Abort
+    from prefect.states import State
+
+    state = State(type=StateType.CANCELLING, name="Stopping", message=ending.message)
+    with impatient(), server_may_be_away(), get_client(sync_client=True) as client:
+        found = client.read_flow_run(this.run.id).state
+        if found is None or not found.is_cancelling():
+            return
+        client.set_flow_run_state(this.run.id, state, force=True)
+    raise Abort(ending.message)
+
+
 @contextmanager
 def _heeding_signals(record: Path) -> Iterator[None]:
     """The first SIGTERM (a worker's, for a cancelled run) or SIGUSR1 (a scheduler's) stops the run
@@ -370,12 +394,14 @@ def _show_plan(text: str, key: str, this: Run) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Prefect's engine ends with a traceback of its own for every state that is not Completed; what
-    there is to say stands in the state, and in the log above."""
+    """Prefect's engine ends with a traceback of its own for every state that is not Completed, and
+    calls a run that leaves its last word to the worker aborted; what there is to say stands in the
+    state, and in the log above."""
     from prefect.exceptions import CancelledRun, CrashedRun, FailedRun
 
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, CancelledRun | CrashedRun | FailedRun)
+    aborted = "aborted by orchestrator" in str(record.msg)
+    return not aborted and not isinstance(error, CancelledRun | CrashedRun | FailedRun)
 
 
 def _limited_say() -> Say:

@@ -84,14 +84,10 @@ def test_cancel_saves_stops_and_says_so_and_retry_resumes(served: Product) -> No
     product.until(served.api, run, "Stopping", "Cancelled", seconds=10)
     assert time.monotonic() - asked < 6
     product.cancel(served.api, run)  # an impatient second click
-    found = product.until(served.api, run, "Cancelled", seconds=60)
+    product.until(served.api, run, "Cancelled", seconds=60)
     assert product.ranks(served.home) == []
-    time.sleep(12)  # the worker has had its own word by now
-    found = product.run_of(served.api, run)
-    assert found["state"]["name"] == "Cancelled"
-    assert re.fullmatch(
-        rf"cancelled at sft, step \d+ of \d+, {SAVED}", found["state"]["message"]
-    ), found["state"]
+    told = re.compile(rf"cancelled at sft, step \d+ of \d+, {SAVED}")
+    product.wait_for(lambda: told.fullmatch(state_of(served, run)["message"]), 3)
     product.until_tasks(served.api, run, lambda tasks: tasks.get("sft") == "Cancelled")
     assert_settled(served, run)
     assert_resumes(served, run)
