@@ -24,6 +24,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="there is no browser (Debian: chromium)"),
 ]
+STILL = """document.addEventListener("DOMContentLoaded", () => {
+    const still = document.createElement("style");
+    still.textContent = "*, ::before, ::after { animation: none !important }";
+    document.head.append(still);
+})"""
+"""Without a GPU a core is busy as long as something on the page moves, and the runs need it."""
+
 MINUTE = 60_000
 BETA = "How strongly the policy is held to the reference: reward = beta (log pi - log pi_ref)."
 
@@ -42,6 +49,7 @@ def page() -> Iterator[Any]:
         )
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.set_default_timeout(MINUTE)
+        page.add_init_script(STILL)
         yield page
         browser.close()
 
@@ -107,6 +115,13 @@ def shows(page: Any, served: Product, run: str, state: str, minutes: float) -> N
     page.get_by_text(state, exact=True).first.wait_for()
 
 
+def drawn(page: Any) -> set[str]:
+    """What the pictures that can be seen show, by their names."""
+    images = page.locator("img[alt]")
+    widths = images.evaluate_all("each => each.map(i => [i.alt, i.naturalWidth])")
+    return {name for name, width in widths if width > 0}
+
+
 def menu(page: Any, item: str) -> None:
     page.get_by_role("button", name="Open menu").click()
     page.get_by_role("menuitem", name=item).click()
@@ -142,9 +157,8 @@ def test_submit_with_no_edits_works_and_the_report_has_curves(
     picture(page, "run")
     page.get_by_text("run-sft-then-dpo-tiny").first.click()
     page.get_by_role("heading", name="Scores").wait_for()
-    widths = page.locator("img[alt]").evaluate_all("each => each.map(i => [i.alt, i.naturalWidth])")
-    drawn = {name for name, width in widths if width > 0}
-    assert {"sft: loss", "dpo: rewards", "dpo: gradient norm", "sft: tokens a second"} <= drawn
+    curves = {"sft: loss", "dpo: rewards", "dpo: gradient norm", "sft: tokens a second"}
+    product.wait_for(lambda: curves <= drawn(page), 20)
     page.get_by_role("heading", name="dpo", exact=True).evaluate("each => each.scrollIntoView()")
     picture(page, "report")
 
