@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from backends.placement import supervise
 from flows.failures import CANCELLED, StageFailed
 from flows.prefect_engine import Outcome
+from tests.flows import product
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,6 +241,54 @@ def test_ctrl_c_cancels_the_run_and_leaves_no_process(api: str, script: Path, ho
     assert not any(recorder.is_running() for recorder in found)
     arrives(api, "stopped", ["Cancelled", "Reused", "Cancelled"])
     assert history(api, "stopped")[0]["state"]["message"] == "stopped by Ctrl-C"
+
+
+@pytest.mark.parametrize("worker_lives", [True, False])
+def test_a_cancelled_run_is_its_workers_first_and_a_retry_stays(
+    api: str, home: Path, tmp_path: Path, worker_lives: bool
+) -> None:
+    flow = product.ask(api, "/flows/", {"name": "kept"})["id"]
+    run = product.ask(api, "/flow_runs/", {"flow_id": flow})["id"]
+
+    def set_state(**state: str) -> None:
+        product.ask(api, f"/flow_runs/{run}/set_state", {"state": state, "force": True})
+
+    def state() -> tuple[str, str]:
+        found = product.ask(api, f"/flow_runs/{run}")["state"]
+        return found["name"], found["message"] or ""
+
+    set_state(type="RUNNING", name="Running")
+    set_state(type="CANCELLING", name="Stopping", message="cancelled at sft, 0 left")
+    word = {"name": "Cancelled", "message": "cancelled at sft, 0 left", "type": "CANCELLED"}
+    with subprocess.Popen(["sleep", "120"]) as worker:
+        facts = {
+            "run": run,
+            "attempt": 1,
+            "flow": supervise.identity(worker.pid) | {"started": 1},  # it is gone
+            "worker": supervise.identity(worker.pid),
+            "ending": word,
+        }
+        record = tmp_path / "record.json"
+        record.write_text(json.dumps(facts))
+        if not worker_lives:
+            worker.kill()
+            worker.wait()
+        command = [sys.executable, "-m", "flows.keeper", str(record)]
+        with subprocess.Popen(command, env=environment(home, PREFECT_API_URL=api)) as keeper:
+            try:
+                if worker_lives:
+                    speaking = psutil.Process(keeper.pid)
+                    product.wait_for(lambda: speaking.net_connections(), 60)
+                    time.sleep(3)
+                    assert state()[0] == "Stopping"
+                    set_state(type="CANCELLED", name="Cancelled", message="the worker's word")
+                product.wait_for(lambda: state() == (word["name"], word["message"]), 20)
+                set_state(type="SCHEDULED", name="AwaitingRetry")
+                assert keeper.wait(30) == 0
+                assert state()[0] == "AwaitingRetry"
+            finally:
+                keeper.kill()
+                worker.kill()
 
 
 def test_a_proxy_is_for_other_machines(first_runs: Any, script: Path, home: Path) -> None:
