@@ -292,7 +292,9 @@ def test_ctrl_c_ends_everything_and_the_same_state_comes_back(
     served.process.send_signal(2)
     assert served.process.wait(60) == 0
     assert time.monotonic() - started < 20
-    assert not [each for each in children if is_alive(each)]
+    left = [each for each in children if is_alive(each)]
+    assert all("flows.keeper" in product.cmdline(each) for each in left), "they settle runs"
+    product.wait_for(lambda: not any(map(is_alive, left)), 60)
     with product.serving(served.home) as again:
         assert product.ask(again.api, "/flow_runs/count", BEGUN) == before > 0
 
