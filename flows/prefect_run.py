@@ -266,6 +266,8 @@ def _leave_it_to_the_worker(this: Run, ending: Ending) -> None:
         if found is None or not found.is_cancelling():
             return
         client.set_flow_run_state(this.run.id, state, force=True)
+    # The engine would call this run, which was asked to end, aborted by the orchestrator.
+    logging.getLogger("prefect.engine").addFilter(lambda each: "aborted by" not in str(each.msg))
     raise Abort(ending.message)
 
 
@@ -394,14 +396,12 @@ def _show_plan(text: str, key: str, this: Run) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Prefect's engine ends with a traceback of its own for every state that is not Completed, and
-    calls a run that leaves its last word to the worker aborted; what there is to say stands in the
-    state, and in the log above."""
+    """Prefect's engine ends with a traceback of its own for every state that is not Completed; what
+    there is to say stands in the state, and in the log above."""
     from prefect.exceptions import CancelledRun, CrashedRun, FailedRun
 
     error = record.exc_info[1] if record.exc_info else None
-    aborted = "aborted by orchestrator" in str(record.msg)
-    return not aborted and not isinstance(error, CancelledRun | CrashedRun | FailedRun)
+    return not isinstance(error, CancelledRun | CrashedRun | FailedRun)
 
 
 def _limited_say() -> Say:

@@ -206,7 +206,7 @@ def _watch(
         ready, _, _ = select.select(watched, [], [], STATUS_SECONDS)
         if lifeline in ready:
             watched = [wake]
-            asked = bool(_received(lifeline))
+            asked = bool(os.read(lifeline, 1))  # nothing: the flow is gone
             if (asked or not job["outlives_flow"]) and child.poll() is None:
                 return "asked" if asked else "parent", {}
         if wake in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(wake, 512)):
@@ -221,14 +221,6 @@ def _watch(
             return "silent", silent
         _status(folder, "running", None, beats)
     return None, {}
-
-
-def _received(lifeline: int) -> bytes:
-    """What the flow said; nothing when it is gone."""
-    try:
-        return os.read(lifeline, 1)
-    except ConnectionResetError:
-        return b""
 
 
 def _beats(folder: str) -> dict[int, dict[str, Any]]:
