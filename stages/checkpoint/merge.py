@@ -19,7 +19,8 @@ Starts = Mapping[str, tuple[Weights, str]]
 """Parameter -> where its value before the low-rank update is, and under which name."""
 
 Arithmetic = Literal["float32", "peft"]
-"""``float32`` rounds once, from the float32 sum to the type that is written. ``peft`` rounds where
+"""``float32`` rounds once, from the float32 sum to the type that is written; the last bit of that
+sum is the processor's, since a fused multiply and add rounds less often. ``peft`` rounds where
 PEFT's ``merge_and_unload`` on a CPU does, bit for bit, after a plain ``PeftModel.from_pretrained``:
 that holds the base in its own type, also where the adapter's file brings a tensor of it, and half
 adapters in float32; the sum is rounded to the base's type."""
@@ -131,7 +132,7 @@ def updated(weight: Tensor, update: Update, adapter: Adapter, *, first: int = 0)
     transposed = update.transposed
     if transposed:
         merged = (b @ a[:, first:last]).T.mul_(update.scaling).add_(weight.float())
-    else:  # the same bits in one pass over the weights
+    else:  # in one pass over the weights, which some processors round once
         start = weight.to(torch.float32, copy=True)
         merged = start.addmm_(b[first:last], a, alpha=update.scaling)
     if not update.magnitude:
