@@ -211,6 +211,7 @@ def work(config: Training, known: Lineage) -> Work:
         loss="chunked",  # TRL's own: the head is part of the loss
         optimizer=config.optimizer,
         seq_length=packed or (rows or 1) + answer,
+        reference="none" if isinstance(config, GRPO) and config.beta == 0 else None,
         new_tokens=answer or Work.new_tokens,
         passes=config.learned_from,
         reward_models=int(judged),

@@ -359,6 +359,11 @@ def contradiction(work: Work) -> str | None:
             f"{work.stage} writes new answers in every step, so no reference can be computed "
             "beforehand; use --reference resident or adapter_base"
         )
+    if work.reference == "none" and work.stage != "grpo":
+        return (
+            f"{work.stage} measures how far the policy is from its reference; "
+            "use --reference resident, or adapter_base with an adapter method"
+        )
     if work.stage in ("ppo", "grpo") and work.new_tokens >= work.seq_length:
         return (
             f"{work.new_tokens} new tokens leave no room for a prompt in rows of "

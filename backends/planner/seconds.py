@@ -354,7 +354,7 @@ def _dequantisation(model: Model, work: Work, machine: Machine) -> float:
 def _sharded_forwards(work: Work) -> float:
     """Forward passes without gradients, in an optimizer step, of what is divided as the policy is:
     the reference, of RL stages the policy that sampled, of PPO its critic."""
-    reference = 0 if work.reference == "cached" else 1
+    reference = 0 if work.reference in ("cached", "none") else 1
     found = {"dpo": reference, "grpo": reference + 1, "ppo": reference + 2}.get(work.stage, 0)
     return found / work.passes
 

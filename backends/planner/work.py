@@ -11,7 +11,7 @@ Precision = Literal["bf16", "fp32-master", "fp32"]
 Loss = Literal["hf", "fused", "chunked"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 Experts = Literal["loop", "grouped"]
-Reference = Literal["resident", "adapter_base", "cached"]
+Reference = Literal["resident", "adapter_base", "cached", "none"]
 
 OWN_LOSS = ("reward", "ppo")
 """Stages that compute their loss in one way: from scores, and from an answer's whole logits."""
@@ -46,7 +46,8 @@ class Work:
 
     reference: Reference | None = None
     """Where a preference or RL stage has its reference policy; unset, an adapter method takes its
-    frozen base and full training a resident copy."""
+    frozen base and full training a resident copy. ``none``: of GRPO that puts no price on
+    leaving it."""
 
     new_tokens: int = 512
     """Tokens that an RL stage generates for a prompt."""

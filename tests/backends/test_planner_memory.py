@@ -380,6 +380,7 @@ def test_ppo_holds_four_models_and_a_cache() -> None:
     assert found.optimizer == 2 * 4 * P
     assert plan(one_step(stage="ppo", reward_models=0)).weights == (2 + 2 + 2) * P
     assert plan(one_step(stage="grpo", reward_models=1)).weights == (2 + 2 + 2) * P
+    assert plan(one_step(stage="grpo", reference="none")).weights == 2 * P
     grpo = plan(one_step(stage="grpo", method="qlora", seq_length=65_536, optimizer="adamw"))
     short = plan(one_step(stage="grpo", method="qlora", new_tokens=1024))
     assert short == plan(one_step(stage="grpo", method="qlora", new_tokens=2048))

@@ -258,6 +258,10 @@ def test_a_reference_costs_one_forward_pass_unless_it_is_cached() -> None:
     cached = seconds.arithmetic(model, replace(dpo, reference="cached"), given, machine)
     assert cached.others == 0
     assert resident.others == pytest.approx(resident.forward, rel=0.01)
+    free = Work(stage="grpo", reference="none", global_batch=8)
+    priced = seconds.arithmetic(model, replace(free, reference="resident"), given, machine)
+    unpriced = seconds.arithmetic(model, free, given, machine)
+    assert priced.others - unpriced.others == pytest.approx(priced.forward, rel=0.01)
     sft = seconds.arithmetic(model, Work(global_batch=8), given, machine)
     assert resident.forward == pytest.approx(2 * sft.forward)  # a pair is two rows
 
@@ -497,6 +501,7 @@ def test_the_whole_grid_takes_milliseconds() -> None:
         (Work(reference="adapter_base", stage="dpo"), DDP(), "use --reference resident"),
         (Work(reference="cached"), DDP(), "has no reference model"),
         (Work(stage="ppo", reference="cached"), DDP(), "use --reference resident"),
+        (Work(stage="dpo", reference="none"), DDP(), "use --reference resident"),
         (Work(stage="grpo", seq_length=512), DDP(), "raise --seq"),
         (Work(), Local(), "use backend.kind ddp"),
         (Work(), FSDP(sharding="hybrid", shard_ranks=3), "does not divide"),

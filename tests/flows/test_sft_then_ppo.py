@@ -180,6 +180,17 @@ def test_the_planner_is_asked_about_the_stage_that_it_is(
     assert refusals(work, Setup(DDP(), Resources(micro_batch_size=4))) is None
 
 
+def test_grpo_that_charges_nothing_for_divergence_holds_no_reference() -> None:
+    rewards = [{"function": "length", "options": {"most": 3}}]
+    free, priced = (
+        STAGES["grpo"].config_type.model_validate({"rewards": rewards, "beta": beta})
+        for beta in (0, 0.04)
+    )
+    known = Lineage(longest_conversation=70)
+    assert planning.work(free, known).reference == "none"
+    assert planning.work(priced, known).reference is None
+
+
 @pytest.mark.slow
 def test_a_whole_short_run(tmp_path: Path) -> None:
     store = tmp_path / "store"
