@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.base import StageError
 from stages.checkpoint.garbled import told_of
-from stages.checkpoint.pickles import Stored, read_pickle
+from stages.checkpoint.pickles import BY_NAME, Stored, enum_member, read_pickle
 from stages.checkpoint.runs import Run, read_runs
 from stages.checkpoint.shards import member
 from stages.checkpoint.weights import Spec, Weights
@@ -118,6 +118,9 @@ class _Restricted(pickle.Unpickler):
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) in BY_NAME:
+            return enum_member
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
         if name not in _GLOBALS.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)

@@ -6,6 +6,7 @@ import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,21 @@ _PLAIN = {
 }
 _INERT = {"torch", "deepspeed", "numpy", "argparse", "pathlib", "copyreg", "_codecs"}
 """Packages whose classes may be named: they become inert, and nothing of theirs runs."""
+
+
+BY_NAME = {("builtins", "getattr"), ("__builtin__", "getattr")}
+"""What Python 3.11.0 to 3.11.3 names for a member of an enumeration, where others name its class.
+A reader answers with :func:`enum_member`."""
+
+
+class _ZeroStage(IntEnum):
+    """DeepSpeed's ``ZeroStageEnum``."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,15 @@ class Inert:
     def append(self, *args: Any) -> None: ...
     def extend(self, *args: Any) -> None: ...
     def __setitem__(self, *args: Any) -> None: ...
+
+
+def enum_member(kind: Any, name: Any) -> Any:
+    """``getattr(kind, name)`` for enumerations and for what stands for one, and nothing else."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    if isinstance(kind, type) and issubclass(kind, Inert):
+        return kind(name)
+    raise pickle.UnpicklingError(f"it reaches for {name!r} in what is no enumeration")
 
 
 def read_pickle(file: Path, offset: int = 0, length: int | None = None) -> Any:
@@ -212,8 +237,10 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("torch", "Size"):
             return tuple
+        if (module, name) in BY_NAME:
+            return enum_member
         if name == "ZeroStageEnum":
-            return int
+            return _ZeroStage
         if rebuild := _REBUILD.get(f"{module}.{name}"):
             return rebuild
         if module.partition(".")[0] not in _INERT:

@@ -1,5 +1,7 @@
 """Conversion of what real sharded training left, compared bit for bit with the training side."""
 
+import inspect
+import io
 import itertools
 import json
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from stages.checkpoint import describe, fresh, gguf, parity, validate
 from stages.checkpoint.adapter import read_adapter
 from stages.checkpoint.gguf_tokenizer import SPLITS
 from stages.checkpoint.lineage import fingerprint, note_base, noted_base
+from stages.checkpoint.pickles import enum_member
 from stages.checkpoint.trained import Training, base_model
 from stages.checkpoint.universal import remove_universal, write_universal
 from stages.convert import Convert, convert
@@ -1111,6 +1115,44 @@ def test_damaged_shards_are_named(shards: Path, tmp_path: Path) -> None:
         damage(trained / "model")
         assert said in refused(tmp_path, trained, base)
         shutil.rmtree(trained)
+
+
+class ByName(pickle.Pickler):
+    """Writes as Python 3.11.2 writes members of enumerations, and 3.13 paths."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+@pytest.mark.parametrize("case", ["dcp_full_untied", "zero3_full_untied", "zero2_full_tied"])
+def test_what_other_versions_of_python_pickled_is_read(
+    shards: Path, tmp_path: Path, case: str
+) -> None:
+    import torch
+
+    trained, _ = copy(shards, case, tmp_path)
+    before = describe(trained / "model")
+    files = [*trained.rglob(".metadata"), *trained.rglob("*_states.pt")]
+    module = SimpleNamespace(**(vars(pickle) | {"Pickler": ByName}))
+    for file in files:
+        if file.name == ".metadata":
+            held = io.BytesIO()
+            ByName(held, protocol=2).dump(pickle.loads(file.read_bytes()))
+            file.write_bytes(held.getvalue().replace(b"cpathlib\n", b"cpathlib._local\n"))
+        else:
+            held = torch.load(file, weights_only=False)
+            torch.save(held, file, pickle_module=module)
+    assert any(b"getattr" in file.read_bytes() for file in files)
+    assert {**describe(trained / "model"), "bytes": before["bytes"]} == before
+
+
+def test_only_members_of_enumerations_are_reached_for() -> None:
+    assert enum_member(inspect._ParameterKind, "POSITIONAL_ONLY").value == 0
+    for kind, name in ((os, "mkdir"), (inspect._ParameterKind, "__class__"), (Bomb, "__reduce__")):
+        with pytest.raises(pickle.UnpicklingError, match="in what is no enumeration"):
+            enum_member(kind, name)
 
 
 class Bomb:
