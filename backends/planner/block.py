@@ -211,27 +211,31 @@ class _Builder:
 
     def attention(self, x: int) -> int:
         model = self.model
-        q, k, v = (self.linear(x, name) for name in ("q", "k", "v"))
+        # Slices of one product are views: whoever keeps one keeps the whole.
+        joined = self.linear(x, "qkv") if model.joined_qkv else None
+        q, k, v = (self.linear(x, n) if joined is None else joined for n in ("q", "k", "v"))
         if model.qk_norm != "none":
             q = self.norm(q, model.query_width)
             k = self.norm(k, model.kv_width)
         if not model.position_rows:
-            q, k = self.rotate(q), self.rotate(k)
+            q = self.rotate(q, model.query_width)
+            k = self.rotate(k, model.kv_width)
         core = self.eager_core if self.layer.eager_attention else self.flash_core
         return self.linear(core(q, k, v), "o")
 
-    def rotate(self, x: int) -> int:
+    def rotate(self, x: int, width: int) -> int:
         """x * cos + rotate_half(x) * sin; cos and sin are shared by all layers."""
-        size = self.tape.sizes[x]
+        size = self.wide(width)
         temporary = 0 if self.layer.fused_norms else 2 * size
         return self.tape.run((x,), size, forward_bytes=temporary, backward_bytes=temporary)
 
     def flash_core(self, q: int, k: int, v: int) -> int:
         size = self.wide(self.model.query_width)
+        read = tuple(dict.fromkeys((q, k, v)))
         return self.tape.run(
-            (q, k, v),
+            read,
             size,
-            saved=(q, k, v),
+            saved=read,
             saves_output=True,
             saved_bytes=self.wide(self.model.num_heads, element=FLOAT32),
             backward_bytes=self.wide(self.model.query_width, element=FLOAT32),
@@ -265,6 +269,11 @@ class _Builder:
             up = self.linear(x, "up", n_in=self.model.hidden_size, n_out=width)
             acted = self.tape.run((up,), self.tape.sizes[up], saved=(up,))
             return self.linear(acted, "down", n_in=width, n_out=self.model.hidden_size)
+        if self.model.joined_gate:
+            both = self.linear(x, "gate_up")
+            half = self.wide(width)  # of the gate when acted on; of a gradient beside both halves'
+            out = self.tape.run((both,), half, saved=(both,), saved_bytes=half, backward_bytes=half)
+            return self.linear(out, "down")
         gate = self.linear(x, "gate", n_in=self.model.hidden_size, n_out=width)
         if self.layer.fused_mlp:
             up = self.linear(x, "up", n_in=self.model.hidden_size, n_out=width)

@@ -20,7 +20,7 @@ from backends.planner.work import Setup, Work, answers_at_once
 
 Phase = Literal["loss", "backward", "step"]
 
-ATTENTION = ("q", "k", "v", "o")
+ATTENTION = ("q", "k", "v", "qkv", "o")
 
 CUBLAS_BYTES = 2 * 8_519_680
 """cuBLAS workspaces of the forward and of the autograd thread: 2 x 4096 + 8 x 16 KiB each."""

@@ -40,6 +40,12 @@ class Model:
     gated: bool = True
     """The MLP has a gate beside up and down: three matrices, not two."""
 
+    joined_qkv: bool = False
+    """Queries, keys and values come from one linear module, which takes one adapter."""
+
+    joined_gate: bool = False
+    """Gate and up are one linear module."""
+
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -213,10 +219,13 @@ class Model:
         tensors, which are no linear modules; PEFT's ``all-linear`` and bitsandbytes pass them by.
         """
         h, q, kv = self.hidden_size, self.query_width, self.kv_width
-        attention = (("q", h, q), ("k", h, kv), ("v", h, kv), ("o", q, h))
+        apart = (("q", h, q), ("k", h, kv), ("v", h, kv))
+        attention = ((("qkv", h, q + 2 * kv),) if self.joined_qkv else apart) + (("o", q, h),)
         width = self.shared_expert_width if self.num_mixture_layers else self.mlp_width
         if not width:
             return attention
+        if self.joined_gate:
+            return (*attention, ("gate_up", h, 2 * width), ("down", width, h))
         gate = (("gate", h, width),) if self.gated else ()
         return (*attention, *gate, ("up", h, width), ("down", width, h))
 
@@ -539,6 +548,7 @@ def _qwen(config: HFConfig) -> dict[str, Any]:
         "max_positions": _given(config, "max_position_embeddings", 8192),
         "tied": _given(config, "tie_word_embeddings", False),
         "qkv_bias": True,
+        "joined_qkv": True,
     }
 
 
@@ -616,6 +626,9 @@ def _phi(config: HFConfig) -> dict[str, Any]:
     return _ungated(_common(config)) | _layer_norm(per_layer=1) | {"head_bias": True}
 
 
+JOINED_QKV = {"joined_qkv": True}
+
+
 def _layer_norm(*, per_layer: int = 2, parameters: int = 2) -> dict[str, Any]:
     return {"norm_parameters": parameters, "norms_per_layer": per_layer}
 
@@ -679,7 +692,8 @@ def _falcon(config: HFConfig) -> dict[str, Any]:
         "tied": _given(config, "tie_word_embeddings", True),
     }
     per_layer = norms or (1 if parallel else 2)
-    return _ungated(fields, bias=_given(config, "bias", False)) | _layer_norm(per_layer=per_layer)
+    bias = _given(config, "bias", False)
+    return _ungated(fields, bias=bias) | _layer_norm(per_layer=per_layer) | JOINED_QKV
 
 
 def _gpt2(config: HFConfig) -> dict[str, Any]:
@@ -697,12 +711,12 @@ def _gpt2(config: HFConfig) -> dict[str, Any]:
         "position_rows": positions,
         "tied": _given(config, "tie_word_embeddings", True),
     }
-    return _ungated(fields) | _layer_norm()
+    return _ungated(fields) | _layer_norm() | JOINED_QKV
 
 
 def _gpt_neox(config: HFConfig) -> dict[str, Any]:
     heads = config["num_attention_heads"]
-    return _ungated(_common(config)) | _layer_norm() | {"num_kv_heads": heads}
+    return _ungated(_common(config)) | _layer_norm() | JOINED_QKV | {"num_kv_heads": heads}
 
 
 def _bloom(config: HFConfig) -> dict[str, Any]:
@@ -719,7 +733,7 @@ def _bloom(config: HFConfig) -> dict[str, Any]:
         "tied": _given(config, "tie_word_embeddings", True),
         "embedding_norm": True,
     }
-    return _ungated(fields) | _layer_norm()
+    return _ungated(fields) | _layer_norm() | JOINED_QKV
 
 
 def _opt(config: HFConfig) -> dict[str, Any]:
@@ -731,7 +745,11 @@ def _opt(config: HFConfig) -> dict[str, Any]:
 
 
 def _baichuan(config: HFConfig) -> dict[str, Any]:
-    return _common(config)
+    return _common(config) | JOINED_QKV
+
+
+def _phi3(config: HFConfig) -> dict[str, Any]:
+    return _common(config) | JOINED_QKV | {"joined_gate": True}
 
 
 def _chatglm(config: HFConfig) -> dict[str, Any]:
@@ -750,6 +768,8 @@ def _chatglm(config: HFConfig) -> dict[str, Any]:
         "qkv_bias": bias or _given(config, "add_qkv_bias", False),
         "out_bias": bias,
         "mlp_bias": bias,
+        "joined_qkv": True,
+        "joined_gate": True,
     }
 
 
@@ -767,7 +787,7 @@ READERS: dict[str, Callable[[HFConfig], dict[str, Any]]] = {
     "gpt_neox": _gpt_neox,
     "granite": _llama,
     "granitemoe": _granitemoe,
-    "internlm2": _common,
+    "internlm2": _baichuan,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
@@ -777,7 +797,7 @@ READERS: dict[str, Callable[[HFConfig], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "opt": _opt,
     "phi": _phi,
-    "phi3": _common,
+    "phi3": _phi3,
     "qwen": _qwen,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,

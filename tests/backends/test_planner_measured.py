@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backends import DDP, FSDP, DeepSpeed, Local, NamedBackend, Resources
-from backends.planner.memory import memory
+from backends.planner.memory import memory, num_adapter_parameters
 from backends.planner.model import find_model, read_config
 from backends.planner.work import Method, Setup, Work
 from tests.benchmarks import bench_planner_memory as bench
@@ -35,6 +35,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixture": {"model_type": "qwen3_moe", "head_dim": 32, **EXPERTS, **SHAPE},
     "tied": {"model_type": "llama", **SHAPE, "tie_word_embeddings": True},
 }
+JOINED: dict[str, dict[str, Any]] = {
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, **SHAPE},
+    "gpt_neox": {"model_type": "gpt_neox", **SHAPE},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 600},
+    "bloom": {
+        "model_type": "bloom",
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 600,
+    },
+}
+"""Architectures with queries, keys and values in one module."""
 
 
 def causal(
@@ -135,6 +148,17 @@ def peak_of_a_step(config: dict[str, Any], *, lora: bool, precision: str, recomp
         return tracked.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
+@pytest.mark.parametrize("name", JOINED)
+def test_a_joined_module_has_one_adapter(name: str) -> None:
+    import torch
+
+    config = JOINED[name]
+    with torch.device("meta"):
+        model = build(config, lora=True, precision="bf16")
+    made = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
+    assert num_adapter_parameters(read_config(config, name=name), Work(method="lora")) == made
+
+
 @pytest.mark.parametrize(
     ("name", "lora", "precision", "recompute"),
     [
@@ -143,6 +167,9 @@ def peak_of_a_step(config: dict[str, Any], *, lora: bool, precision: str, recomp
         ("llama", False, "bf16", False),
         ("llama", True, "bf16", False),
         ("mixture", False, "bf16", False),
+        ("phi3", False, "bf16", False),
+        pytest.param("phi3", True, "bf16", False, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", True, "bf16", False, marks=pytest.mark.slow),
         ("llama", False, "fp32-master", True),
         ("llama", False, "fp32-master", False),
         ("llama", True, "fp32-master", False),
@@ -151,7 +178,8 @@ def peak_of_a_step(config: dict[str, Any], *, lora: bool, precision: str, recomp
 def test_planned_peak_is_within_two_percent_of_a_real_training_step(
     name: str, lora: bool, precision: Any, recompute: bool
 ) -> None:
-    measured = peak_of_a_step(CONFIGS[name], lora=lora, precision=precision, recompute=recompute)
+    config = (CONFIGS | JOINED)[name]
+    measured = peak_of_a_step(config, lora=lora, precision=precision, recompute=recompute)
     work = Work(
         method="lora" if lora else "full",
         precision=precision,
@@ -161,7 +189,7 @@ def test_planned_peak_is_within_two_percent_of_a_real_training_step(
         lora_dropout=0.0,
     )
     resources = Resources(micro_batch_size=ROWS, gradient_checkpointing=recompute)
-    model = read_config(CONFIGS[name], name=name)
+    model = read_config(config, name=name)
     planned = memory(model, work, Setup(Local(), resources)).total
     assert planned == pytest.approx(measured, rel=0.02)
 
