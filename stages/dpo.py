@@ -82,7 +82,7 @@ def dpo(config: DPO, ctx: Context, *, policy: Path, data: Path) -> Metrics:
         train_dataset=training.in_order(rows, config=config),
         processing_class=AutoTokenizer.from_pretrained(base),
         quantization_config=training.quantization_config(config),
-        peft_config=training.peft_config(config.method),
+        peft_config=training.peft_config(config.method, policy / "model"),
     )
     trainer.add_callback(Watch(trainer, ctx, step_zero=lambda logs: check_step_zero(logs, config)))
     training.refuse_unknown_tokens(trainer)

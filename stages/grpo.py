@@ -206,7 +206,7 @@ def _trainer(
         train_dataset=_places(config, len(asked.rows)),
         processing_class=tokenizer,
         quantization_config=training.quantization_config(config),
-        peft_config=training.peft_config(config.method),
+        peft_config=training.peft_config(config.method, base),
     )
 
 

@@ -105,7 +105,7 @@ def _trainer(config: RewardModelling, ctx: Context, *, base: Path, data: Path) -
         train_dataset=training.in_order(rows, config=config),
         processing_class=tokenizer,
         quantization_config=training.quantization_config(config),
-        peft_config=training.peft_config(config.method, task="SEQ_CLS"),
+        peft_config=training.peft_config(config.method, base, task="SEQ_CLS"),
     )
     bare = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     # An adapter's config.json would go on naming the language model that it was made from.

@@ -74,7 +74,7 @@ def sft(config: SFT, ctx: Context, *, model: Path, data: Path) -> Metrics:
         train_dataset=training.in_order(rows, config=config),
         processing_class=AutoTokenizer.from_pretrained(base),
         quantization_config=training.quantization_config(config),
-        peft_config=training.peft_config(config.method),
+        peft_config=training.peft_config(config.method, model / "model"),
     )
     trainer.add_callback(Watch(trainer, ctx))
     training.refuse_unknown_tokens(trainer)

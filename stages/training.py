@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from configs import Config
 from stages import recut, resume
 from stages.base import Context, Metrics, StageError
+from stages.checkpoint.architecture import attention_layers
 from stages.checkpoint.conversation import has_tokenizer
 from stages.checkpoint.lineage import note_base
 
@@ -181,8 +182,6 @@ OPTIMIZERS = {
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 """By their names in transformers, whose ``constant`` knows no warm-up."""
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-
 
 def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
     """A TRL trainer's arguments, from ``config`` and from what the backend adds."""
@@ -221,9 +220,10 @@ def trainer_arguments(config: Training, ctx: Context) -> dict[str, Any]:
 
 
 def peft_config(
-    method: Full | Adapter, *, task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
+    method: Full | Adapter, base: Path, *, task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
 ) -> "LoraConfig | None":
-    """PEFT's description of ``method``, or ``None`` when every weight is trained.
+    """PEFT's description of ``method`` on the model in ``base``, or ``None`` when every weight is
+    trained.
 
     The score head of a ``SEQ_CLS`` model is trained whole and saved with the adapter.
     """
@@ -231,18 +231,26 @@ def peft_config(
         return None
     from peft import LoraConfig
 
-    named = {"all_linear": "all-linear", "attention": list(ATTENTION)}
-    targets = method.targets
     return LoraConfig(
         task_type=task,
         r=method.rank,
         lora_alpha=method.alpha,
         lora_dropout=method.dropout,
-        target_modules=named[targets] if isinstance(targets, str) else list(targets),
+        target_modules=_target_modules(method.targets, base),
         use_rslora=method.rank_stabilised,
         use_dora=isinstance(method, DoRA),
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
     )
+
+
+def _target_modules(targets: Targets, base: Path) -> str | list[str]:
+    match targets:
+        case "all_linear":
+            return "all-linear"
+        case "attention":
+            return list(attention_layers(base))
+        case _:
+            return list(targets)
 
 
 def quantization_config(config: Training) -> "BitsAndBytesConfig | None":

@@ -88,5 +88,29 @@ def without_memory(path: Path, *, reward: bool, **settings: Any) -> Any:
         raise StageError(f"{path / 'config.json'}: no {what} model can be built: {why}") from None
 
 
+def attention_layers(path: Path) -> tuple[str, ...]:
+    """The endings of names that mean the linear layers in the attention of the model in ``path``,
+    and no others. Raises :class:`StageError` for a model without any."""
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    modules = without_memory(path, reward=is_reward_model(path)).named_modules()
+    linear = {name for name, module in modules if isinstance(module, Linear | Conv1D)}
+    inside = {name for name in linear if re.search("attn|attention", _parent(name))}
+    if not inside:
+        raise StageError(f"{path}: no layer of an attention is known; name the targets")
+
+    def ending(name: str) -> str:
+        last = name.rpartition(".")[2]
+        shared = any(other.endswith(f".{last}") for other in linear - inside)
+        return f"{_parent(name)}.{last}" if shared else last
+
+    return tuple(sorted({ending(name) for name in inside}))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
 def _shapes(state: "Mapping[str, Tensor]") -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}

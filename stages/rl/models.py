@@ -33,10 +33,11 @@ def load(config: "PPO", policy: Path, reward: Path | None) -> ActorCritic:
     actor = _policy(config, policy)
     if "logits_to_keep" not in signature(actor.forward).parameters:
         raise StageError(f"{policy}: {type(actor).__name__} cannot leave out the prompt's logits")
-    adapters = training.peft_config(config.method)
-    critic_adapters = training.peft_config(config.method, task="SEQ_CLS")
+    adapters = training.peft_config(config.method, policy)
     reference = None if adapters else _policy(config, policy)
     critic = _critic(config, policy, reward)
+    source = reward if reward and config.critic == "reward" else policy
+    critic_adapters = training.peft_config(config.method, source, task="SEQ_CLS")
     if adapters and critic_adapters:
         from peft import get_peft_model
 

@@ -43,7 +43,7 @@ def policy_of(folder: Path, method: dict[str, Any]) -> Any:
 
     torch.manual_seed(1)
     policy: Any = AutoModelForCausalLM.from_pretrained(folder)
-    if adapters := training.peft_config(PPO.model_validate({"method": method}).method):
+    if adapters := training.peft_config(PPO.model_validate({"method": method}).method, folder):
         policy = get_peft_model(policy, adapters)
     for parameter in policy.parameters():
         if parameter.requires_grad:

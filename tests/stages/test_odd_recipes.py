@@ -12,6 +12,7 @@ import pytest
 from backends import DDP, Resources
 from stages import resume
 from stages.base import StageError
+from stages.checkpoint.architecture import attention_layers
 from stages.dpo import DPO, SMOOTHED, Loss
 from stages.training import LoRA, peft_config, refuse_lost_targets
 from tests.small import PAD, WORDS, Run, run_jobs
@@ -152,7 +153,7 @@ def test_a_target_that_the_model_does_not_have_is_named(small: Path) -> None:
 
     def adapted(targets: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(small / "tied" / "model")
-        config = peft_config(LoRA(rank=4, targets=targets))
+        config = peft_config(LoRA(rank=4, targets=targets), small / "tied" / "model")
         assert config is not None
         return get_peft_model(model, config)
 
@@ -160,6 +161,34 @@ def test_a_target_that_the_model_does_not_have_is_named(small: Path) -> None:
         refuse_lost_targets(adapted(sound))
     with pytest.raises(StageError, match=r"no layer qkv_proj, and only o_proj would be trained"):
         refuse_lost_targets(adapted(("qkv_proj", "o_proj")))
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("llama", ("k_proj", "o_proj", "q_proj", "v_proj")),
+        ("phi3", ("o_proj", "qkv_proj")),
+        ("gpt2", ("attn.c_proj", "c_attn")),  # the MLP has a c_proj too
+        ("gpt_neox", ("dense", "query_key_value")),
+        ("bloom", ("dense", "query_key_value")),
+    ],
+)
+def test_attention_is_what_the_family_calls_it(
+    tmp_path: Path, family: str, layers: tuple[str, ...]
+) -> None:
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 50, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "intermediate_size": 64}
+    AutoConfig.for_model(family, **shape, **heads).save_pretrained(tmp_path)
+    assert attention_layers(tmp_path) == layers
+    config = peft_config(LoRA(rank=4, targets="attention"), tmp_path)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert config is not None
+    adapted = get_peft_model(model, config)
+    refuse_lost_targets(adapted)
+    assert not [name for name in adapted.base_model.targeted_module_names if "mlp" in name]
 
 
 def test_the_best_by_a_metric_that_nobody_logs_is_refused_at_the_first_step(

@@ -299,6 +299,7 @@ def main(words: list[str]) -> None:
                     rows.append(table_row(case, world, calm))
             except Unavailable as why:
                 rows.append([case.name, f"not tried: {why}", *[""] * 5])
+            print(f"{number + 1}/{len(chosen)}", *rows[-1], sep="  ", file=sys.stderr, flush=True)
     head = ["fault", "detected as", "exit code", "seconds to the end", "processes left",
             "checkpoints lost", "same weights after the same command"]  # fmt: skip
     show("Faults on two ranks", head, rows)
