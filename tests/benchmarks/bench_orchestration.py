@@ -76,7 +76,8 @@ def main(repeats: int) -> None:
             for number, (kind, (engine, env)) in enumerate(kinds.items()):
                 wall, ranks, first = run(Path(scratch) / f"store{repeat}{number}", engine, env)
                 found[kind].append((wall, ranks, first))
-                print(f"{kind}: {wall - ranks:.2f} s beside {ranks:.1f} s", file=sys.stderr)
+                said = f"{kind}: {wall - ranks:.2f} s beside {ranks:.1f} s"
+                print(said, file=sys.stderr, flush=True)
     rows = [
         [
             kind,

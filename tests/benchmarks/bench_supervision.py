@@ -86,6 +86,8 @@ def main(repeats: int) -> None:
         for repeat in range(repeats):
             steps += ratios(folder, Path(scratch) / f"steps{repeat}", "unsupervised")
             floods += ratios(folder, Path(scratch) / f"floods{repeat}", "drown")
+            so_far = f"{quartiles(steps)}, {quartiles(floods)}"
+            print(f"run {repeat + 1} of {repeats}: {so_far}", file=sys.stderr, flush=True)
     rows = [
         [f"{BLOCK} steps, with beats and stop flags / without", quartiles(steps), "1.01"],
         [
