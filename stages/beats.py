@@ -1,9 +1,8 @@
 """What a rank says of itself while it works, for whoever watches: phase, step, time.
 
-A beat is ``OUT/beats/rank-N.json``: ``clock`` (monotonic), ``pid``, ``started`` (the clock tick, so
-that a recycled pid is told apart), ``phase`` (``start``, ``step``, ``save``), ``step``,
-``total_steps``, ``step_seconds`` (median), ``time`` (of day), ``heeds_stop`` and ``end``, which is
-``clock`` again: a reader that meets a beat half written finds the two apart, and looks again later.
+A beat is ``OUT/beats/rank-N.json``: ``pid``, ``started`` (the clock tick, so that a recycled pid is
+told apart), ``phase`` (``start``, ``step``, ``save``), ``step``, ``total_steps``, ``step_seconds``
+(median), ``time`` (of day), ``clock`` (monotonic) and ``heeds_stop``.
 """
 
 import faulthandler
@@ -21,10 +20,6 @@ FOLDER = "beats"
 STACKS = "stacks"
 REMEMBERED = 20
 """Steps whose median is told."""
-
-SIZE = 512
-"""Bytes of the file. Each beat is written over the last: putting a new file in its place costs four
-times as much, since ext4 then writes it to the disk."""
 
 PAUSE = 1.0
 """Seconds between beats within a step."""
@@ -56,7 +51,6 @@ class Beats:
             self.last_step = (step, now)
         self._write(
             {
-                "clock": now,
                 "pid": os.getpid(),
                 "started": self.started,
                 "phase": phase,
@@ -64,6 +58,7 @@ class Beats:
                 "total_steps": total_steps,
                 "step_seconds": median(self.durations) if self.durations else None,
                 "time": time.time(),
+                "clock": now,
                 "heeds_stop": self.heeds_stop,
             }
         )
@@ -77,14 +72,9 @@ class Beats:
 
     def _write(self, fact: dict[str, Any]) -> None:
         self.last = fact
-        line = json.dumps(fact | {"end": fact["clock"]}).encode().ljust(SIZE)
+        partial = self.path.with_suffix(".partial")
         with suppress(OSError):  # a full disk: whoever has work to save will say so
-            if self.path.exists():
-                with self.path.open("r+b") as file:
-                    file.write(line)
-                return
-            partial = self.path.with_suffix(".partial")
-            partial.write_bytes(line)
+            partial.write_text(json.dumps(fact))
             partial.replace(self.path)
 
 
